@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "load": "glm5.checkpoint",
     "LLM": "glm5.engine",
     "SamplingParams": "glm5.engine",
@@ -26,9 +26,9 @@ __all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'glm5' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -82,7 +82,7 @@ def measure(settings: BenchConfig, llm: LLM, peer: PeerProtocol | None) -> Measu
         measured.our_runs.append((run_at_once if at_once else run_in_turn)(llm, measured.jobs))
         if peer is not None:
             run_peer(peer, measured, peer.run_at_once if at_once else peer.run_in_turn, warm_up)
-    measured.drafts = drafts.figures(sum(run.num_tokens for run in measured.our_runs))
+    measured.drafts = drafts.metrics(sum(run.num_tokens for run in measured.our_runs))
     return measured
 
 

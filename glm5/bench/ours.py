@@ -50,7 +50,7 @@ class Drafts:
     def __init__(self, llm: LLM):
         self._llm, self._before = llm, llm.stats()["speculation"]
 
-    def figures(self, num_tokens: int) -> dict[str, Any]:
+    def metrics(self, num_tokens: int) -> dict[str, Any]:
         """For JSON. `num_tokens`: output tokens since creation. A rate is None if nothing was drafted at its
         position."""
         config, now = self._llm.config, self._llm.stats()["speculation"]
@@ -58,8 +58,8 @@ class Drafts:
         rates = [good / made if made else None for made, good in zip(*counts, strict=True)]
         num_accepted = min(sum(counts[1]), num_tokens - 1)
         return {
-            "on": self._llm.client.facts.max_depth > 0,
-            "max_depth": self._llm.client.facts.max_depth,
+            "on": self._llm.client.info.max_depth > 0,
+            "max_depth": self._llm.client.info.max_depth,
             "adaptive": config.adaptive_speculation,
             "accepted_by_position": rates,
             "tokens_per_step": num_tokens / (num_tokens - num_accepted),

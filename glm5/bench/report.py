@@ -19,11 +19,11 @@ LABELS = {"ttft": "TTFT ms, mean / p50 / p99", "tpot": "TPOT ms, mean / p50 / p9
 
 def document(command: str, settings: BenchConfig, measured: Measured, our_table: dict[str, str]) -> dict[str, Any]:
     """Everything, as JSON. `our_table`: the choices that our engine made."""
-    ours = {**measured.ours.figures(), "runs": _rates(measured.our_runs), "mtp": measured.drafts, "engine": our_table}
+    ours = {**measured.ours.metrics(), "runs": _rates(measured.our_runs), "mtp": measured.drafts, "engine": our_table}
     peer = None
     if measured.peer is not None:
         threads = measured.peer_threads
-        peer = {"name": measured.peer_name, **measured.peer.figures(), "runs": _rates(measured.peer_runs[threads])}
+        peer = {"name": measured.peer_name, **measured.peer.metrics(), "runs": _rates(measured.peer_runs[threads])}
         if threads:
             peer["threads"] = threads
             peer["by_threads"] = {

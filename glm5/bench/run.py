@@ -48,7 +48,7 @@ class Run:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """For JSON; times are in milliseconds."""
         out: dict[str, Any] = {
             "tokens_per_second": self.tokens_per_second,

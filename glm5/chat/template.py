@@ -114,9 +114,9 @@ class ChatTemplate:
                 'ask for less with reasoning_effort="low"',
                 "enable_thinking",
             )
-        said, offered, asked = guard.marked([chat, normalize_tools(tools), list(options.values())])
+        chat, tools, values = guard.marked([chat, normalize_tools(tools), list(options.values())])
         try:
-            return self._render(said, offered, add_generation_prompt, dict(zip(options, asked, strict=True)))
+            return self._render(chat, tools, add_generation_prompt, dict(zip(options, values, strict=True)))
         except RequestError as error:  # the message may quote marked input
             raise RequestError(guard.text(str(error)), error.param) from error
 

@@ -20,7 +20,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import FP8
 from glm5.model.glm5 import Glm5
-from glm5.parallel.table import WHOLE, Shard, local_config
+from glm5.parallel.table import UNSHARDED, Shard, local_config
 
 _RMS = {FP8: E4M3_RMS, torch.int8: 74.0, torch.uint8: 4.0}  # of uniform codes; uint8 holds two codes of 4 bits
 _CHUNK = 1 << 28  # elements filled at a time
@@ -33,7 +33,7 @@ def dummy(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    shard: Shard = WHOLE,
+    shard: Shard = UNSHARDED,
 ) -> Glm5:
     """A model of `cfg` with random weights, in eval mode; the same for the same seed.
 

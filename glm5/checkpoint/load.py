@@ -43,7 +43,7 @@ from glm5.model.experts import QuantizedExperts
 from glm5.model.glm5 import Glm5
 from glm5.model.linear import QuantizedLinear
 from glm5.model.lowering import use_block_scaled, use_quantized
-from glm5.parallel.table import WHOLE, Shard, Span, check_blocks, local_config, scale_span, span_of
+from glm5.parallel.table import UNSHARDED, Shard, Span, check_blocks, local_config, scale_span, span_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def load(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
     lora_norm_eps: float | None = None,
-    shard: Shard = WHOLE,
+    shard: Shard = UNSHARDED,
     on_read: Callable[[int, float], None] = lambda _num_bytes, _seconds: None,
     on_share: Callable[[float], None] = lambda _share: None,
     changes: Mapping[str, Any] = MappingProxyType({}),
@@ -92,7 +92,7 @@ def read_model(
     found: Fit,
     wanted: torch.dtype | None,
     target: torch.device,
-    shard: Shard = WHOLE,
+    shard: Shard = UNSHARDED,
     on_read: Callable[[int, float], None] = lambda _num_bytes, _seconds: None,
     on_share: Callable[[float], None] = lambda _share: None,
 ) -> Glm5:
@@ -236,7 +236,7 @@ def read_weights(
     scaled: frozenset[str],
     kept: frozenset[str],
     stored: Mapping[str, Stored],
-    shard: Shard = WHOLE,
+    shard: Shard = UNSHARDED,
     may_map: bool = False,
     on_share: Callable[[float], None] = lambda _share: None,
 ) -> int:

@@ -24,7 +24,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import FP8
 from glm5.model.glm5 import Glm5
-from glm5.parallel.table import WHOLE, Shard
+from glm5.parallel.table import UNSHARDED, Shard
 
 # Do not affect the forward pass, or differ between exports of one model.
 _IGNORED_KEYS = {
@@ -51,7 +51,7 @@ class Staged:
     is_complete: bool
 
 
-def stage(model: Glm5, directory: Path, shard: Shard = WHOLE) -> Staged:
+def stage(model: Glm5, directory: Path, shard: Shard = UNSHARDED) -> Staged:
     """Read and check the weights in `directory` without changing the model. Takes as much host memory as the weights.
     `shard`: the one that the model was loaded with.
 
@@ -91,7 +91,7 @@ def replace(model: Glm5, staged: Staged) -> None:
         current[name].copy_(tensor)
 
 
-def read_all(model: Glm5, directory: Path, shard: Shard = WHOLE) -> None:
+def read_all(model: Glm5, directory: Path, shard: Shard = UNSHARDED) -> None:
     """Read the complete checkpoint that the model was loaded from into its parameters again. Raises as `load` does."""
     current = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     index = scan(directory)

@@ -16,10 +16,10 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = read(LadderConfig, args)
     from glm5.demo.quality import texts_of
-    from glm5.quantize.ladder import climb_all
+    from glm5.quantize.ladder import run_ladder
     from glm5.quantize.ladder_report import as_text, summary, write_report
 
-    rows = climb_all(settings, lambda model: texts_of(model, settings.num_questions, settings.num_samples))
+    rows = run_ladder(settings, lambda model: texts_of(model, settings.num_questions, settings.num_samples))
     said = write_report(Path(settings.out), rows)
     out(as_text(summary(rows)) + "\n")
     for line in said:

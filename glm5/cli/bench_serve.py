@@ -54,7 +54,7 @@ def _conclude(settings: BenchServeConfig, runs: list["Done"]) -> int:
     if len(results) > 1:
         out("\n" + sweep_table(results))
     if settings.plot is not None and any(result.completed for result in results):
-        write_plot(settings.plot, results, f"{runs[-1].facts.model}, {settings.dataset_name}")
+        write_plot(settings.plot, results, f"{runs[-1].info.model}, {settings.dataset_name}")
     if results[-1].partial:
         return 130
     if not any(result.completed for result in results):

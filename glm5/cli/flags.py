@@ -96,7 +96,7 @@ def read(config: type[C], args: argparse.Namespace) -> C:
         raise UsageError(str(refuse(name, value, _with_flags(allowed, names)))) from None
 
 
-def blamed(error: ConfigError, flags: Collection[str]) -> GlmError:
+def with_flag_name(error: ConfigError, flags: Collection[str]) -> GlmError:
     """A UsageError naming the flag, if the error is about a setting of one of `flags`; else the error itself."""
     key, colon, text = str(error).partition(": ")
     flag = key if key.startswith("--") else _flag_of(key)

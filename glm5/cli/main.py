@@ -163,9 +163,9 @@ def _run(argv: list[str]) -> int:
         with orderly_end():
             return args.run(args)
     except ConfigError as err:
-        from glm5.cli.flags import blamed
+        from glm5.cli.flags import with_flag_name
 
-        raise blamed(err, args.flags) from err
+        raise with_flag_name(err, args.flags) from err
 
 
 def _is_of_memory(err: MemoryError | RuntimeError) -> bool:

@@ -20,7 +20,7 @@ def end_with_parent(parent: int) -> None:
     """Kill this process when the one that started it, `parent`, is gone, however that ended (Linux; prctl(2))."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before it was asked
+    if os.getppid() != parent:  # it ended before the check
         os._exit(1)
 
 

@@ -24,7 +24,7 @@ class Progress:
         self.total, self.unit, self.desc = total, unit, desc
         self.num_done = 0
         self._stream = sys.stderr if stream is None else stream
-        self._figures: dict[str, object] = {}
+        self._metrics: dict[str, object] = {}
         self._bar: tqdm[Any] | None = None
         self._start = self._last_line = time.monotonic()
 
@@ -49,13 +49,13 @@ class Progress:
         elif self.num_done:
             self._write_line()
 
-    def update(self, n: int = 1, **figures: object) -> None:
-        """Add `n` done; `figures` (name=value) replace those shown before."""
+    def update(self, n: int = 1, **metrics: object) -> None:
+        """Add `n` done; `metrics` (name=value) replace those shown before."""
         self.num_done += n
-        self._figures.update(figures)
+        self._metrics.update(metrics)
         if self._bar is not None:
-            if figures:
-                self._bar.set_postfix_str(self._figure_text(), refresh=False)
+            if metrics:
+                self._bar.set_postfix_str(self._metric_text(), refresh=False)
             self._bar.update(n)
             if not n:  # tqdm draws for progress only
                 self._bar.refresh()
@@ -71,8 +71,8 @@ class Progress:
             parts.append(f"ETA {tqdm.format_interval((self.total - self.num_done) / rate)}")
         else:
             parts.append(f"in {tqdm.format_interval(seconds)}")
-        if self._figures:
-            parts.append(self._figure_text())
+        if self._metrics:
+            parts.append(self._metric_text())
         self._stream.write(", ".join(parts) + "\n")
         self._stream.flush()
 
@@ -88,10 +88,10 @@ class Progress:
             return f"{tqdm.format_sizeof(number, 'B')}"
         return f"{number:.4g} {self.unit}" if isinstance(number, float) else f"{number} {self.unit}"
 
-    def _figure_text(self) -> str:
+    def _metric_text(self) -> str:
         return ", ".join(
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in self._figures.items()
+            for name, value in self._metrics.items()
         )
 
 

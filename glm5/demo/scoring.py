@@ -26,13 +26,13 @@ class Score:
     """Questions of one kind answered right, and how fast all answers came."""
 
     num_right: int
-    num_asked: int
+    num_questions: int
     num_tokens: int
     seconds: float
 
     @property
     def accuracy(self) -> float:
-        return self.num_right / self.num_asked
+        return self.num_right / self.num_questions
 
 
 def score(llm: LLM, template: ChatTemplate, kind: str, num_questions: int = NUM_QUESTIONS) -> Score:
@@ -40,8 +40,8 @@ def score(llm: LLM, template: ChatTemplate, kind: str, num_questions: int = NUM_
     chats = [conversation(kind, "held-out", 0, index) for index in range(num_questions)]
     start = time.monotonic()
     # What is asked: each question, and for one that ends in a tool call, its result too.
-    asked = [messages(chat.turns)[:1] for chat in chats]
-    answers, num_tokens = _answers(llm, template, chats, asked)
+    questions = [messages(chat.turns)[:1] for chat in chats]
+    answers, num_tokens = _answers(llm, template, chats, questions)
     right = [_is_first_step(chat, answer) for chat, answer in zip(chats, answers, strict=True)]
     if chats[0].turns[0].call is not None:
         answers, more = _answers(llm, template, chats, [messages(chat.turns)[:-1] for chat in chats])
@@ -59,12 +59,12 @@ def score_all(llm: LLM, template: ChatTemplate) -> dict[str, Score]:
 
 
 def _answers(
-    llm: LLM, template: ChatTemplate, chats: Sequence[Conversation], asked: Sequence[list[dict[str, object]]]
+    llm: LLM, template: ChatTemplate, chats: Sequence[Conversation], questions: Sequence[list[dict[str, object]]]
 ) -> tuple[list[Parsed], int]:
     assert llm.tokenizer is not None
     prompts = [
         template.encode(question, list(chat.tools) or None, enable_thinking=chat.thinking)
-        for chat, question in zip(chats, asked, strict=True)
+        for chat, question in zip(chats, questions, strict=True)
     ]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), use_tqdm=False)
     token_ids = [output.outputs[0].token_ids for output in outputs]

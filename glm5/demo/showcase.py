@@ -53,20 +53,20 @@ def show(url: str, say: Say, kinds: Iterable[str] = KINDS, questions_per_kind: i
 
 
 def _converse(client: Any, chat: Conversation, say: Say) -> None:
-    asked = messages(chat.turns)[:1]
-    say(f"  user       {_shortened(asked[0]['content'])}")
-    reply = _stream(client, chat, asked, say)
+    questions = messages(chat.turns)[:1]
+    say(f"  user       {_shortened(questions[0]['content'])}")
+    reply = _stream(client, chat, questions, say)
     if reply["tool_calls"] and chat.turns[0].call is not None:
         result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": chat.turns[0].call.result}
         say(f"  result     {result['content']}")
-        _stream(client, chat, [*asked, reply, result], say)
+        _stream(client, chat, [*questions, reply, result], say)
 
 
-def _stream(client: Any, chat: Conversation, asked: list[dict[str, Any]], say: Say) -> dict[str, Any]:
+def _stream(client: Any, chat: Conversation, questions: list[dict[str, Any]], say: Say) -> dict[str, Any]:
     """One answer, said as it is understood; returns it as a message."""
     stream = client.chat.completions.create(
         model=MODEL_NAME,
-        messages=asked,
+        messages=questions,
         tools=list(chat.tools) or None,
         temperature=0,
         stream=True,

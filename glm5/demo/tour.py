@@ -83,7 +83,7 @@ def _sum_up(out: Path, program: str, scores: Mapping[str, Score], pace: float, s
     say("\nheld-out questions answered right")
     for kind, score in scores.items():
         verdict = "" if score.accuracy >= REQUIRED else f"   below {REQUIRED:.0%}: the demo has failed"
-        say(f"  {kind:10} {score.accuracy:6.1%} of {score.num_asked}{verdict}")
+        say(f"  {kind:10} {score.accuracy:6.1%} of {score.num_questions}{verdict}")
     num_tokens = sum(score.num_tokens for score in scores.values())
     rate = num_tokens / sum(score.seconds for score in scores.values())
     say(f"\nspeed       {rate:,.0f} tokens/s generated in batches")

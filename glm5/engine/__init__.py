@@ -29,7 +29,7 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 # The engine process imports torch; a program that only sends it requests does not.
-_HOMES = {
+_MODULES = {
     "LLM": "llm",
     "AsyncEngine": "async_engine",
     "CompletionOutput": "frontend.outputs",
@@ -38,4 +38,4 @@ _HOMES = {
     "SamplingParams": "sampling.params",
     "StructuredOutputsParams": "sampling.params",
 }
-__getattr__ = exports(__name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()})
+__getattr__ = exports(__name__, {name: f"{__name__}.{home}" for name, home in _MODULES.items()})

@@ -42,7 +42,7 @@ from glm5.engine.shared_model import SharedModel
 from glm5.engine.start_table import start_table
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.transport.heartbeat import Heartbeat
-from glm5.engine.transport.wire import Facts, Start
+from glm5.engine.transport.wire import EngineInfo, Start
 from glm5.engine.weights import Weights
 from glm5.kernels import cpu_layer, native_code
 from glm5.kernels.compile_ahead import hash_compiler
@@ -54,7 +54,7 @@ from glm5.model.lowering import use_invariant, weight_bytes
 from glm5.parallel.apply import connect
 from glm5.parallel.group import ALONE, Group, all_reduce_min
 from glm5.parallel.rendezvous import Rendezvous, open_group, store_at
-from glm5.parallel.table import WHOLE, Shard, local_config
+from glm5.parallel.table import UNSHARDED, Shard, local_config
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def build_for(start: Start, on_progress: Progress, heartbeat: Heartbeat | None =
     load_tokenizer = lambda: Tokenizer.from_dir(folder)  # noqa: E731
     size = config.tensor_parallel_size
     if size == 1:
-        model = _load(start, config, WHOLE, _device(start, 0, size), on_progress)
+        model = _load(start, config, UNSHARDED, _device(start, 0, size), on_progress)
         return build_core(model, config, source=path, load_tokenizer=load_tokenizer, on_progress=on_progress)
     cfg, device = ModelConfig.from_file(path), _device(start, size - 1, size)
     local_config(cfg, size)
@@ -100,7 +100,7 @@ def build_for(start: Start, on_progress: Progress, heartbeat: Heartbeat | None =
     parts = _parts(model, config, path, group, on_progress)
     pages = LoadedPages(parts.cache, group)
     kind = "GPUs" if device.type == "cuda" else "CPUs"
-    parts.facts.table.append(("ranks", f"{size}, tensor parallel, on {kind}; {rate}"))
+    parts.info.table.append(("ranks", f"{size}, tensor parallel, on {kind}; {rate}"))
     return parts.core(load_tokenizer, RankedRunner(parts.runner, ranks, pages), ranks)
 
 
@@ -236,7 +236,7 @@ class _RankParts:
     source: Path | None
     runner: Runner
     scheduler: SchedulerConfig
-    facts: Facts
+    info: EngineInfo
     weights: Weights
     cache: KVCache
     copies: CopyQueue | None
@@ -254,7 +254,7 @@ class _RankParts:
         return EngineCore(
             runner if followed is None else followed,
             self.scheduler,
-            self.facts,
+            self.info,
             weights=weights if ranks is None else RankedWeights(weights, ranks),
             cache=cache if ranks is None else RankedCache(cache, ranks),
             compiler=None if load_tokenizer is None else Compiler(_vocabulary(self.cfg, self.source, load_tokenizer)),
@@ -304,7 +304,7 @@ def _parts(
         simulate=None if simulated is None else probability_of(simulated, depth),
     )
     warmth = warm_up(runner, scheduler, group, on_progress)
-    facts = Facts(
+    info = EngineInfo(
         page_size=PAGE_SIZE,
         num_pages=num_pages,
         max_num_seqs=config.max_num_seqs,
@@ -324,7 +324,7 @@ def _parts(
         source=source,
         runner=runner,
         scheduler=scheduler,
-        facts=facts,
+        info=info,
         weights=weights,
         cache=cache,
         copies=copies,
@@ -355,7 +355,7 @@ def _scheduler(
         max_prompt_chunk=config.long_prefill_token_threshold or None,
         max_prompt_tokens=prompt_share.max_tokens,
         # Prompt graphs have faster attention for these (runner.py: on a GPU, unless in passes).
-        whole_prompt=0 if in_passes or model.device.type == "cpu" else model.cfg.index_topk,
+        full_prompt=0 if in_passes or model.device.type == "cpu" else model.cfg.index_topk,
         tiers=_has_tiers(config),
         token_buckets=tuple(count for count in _TOKEN_BUCKETS if count < config.max_num_batched_tokens),
     )
@@ -428,7 +428,7 @@ def _copies(config: EngineConfig, cache: KVCache, num_ranks: int, *, is_native: 
     """The lower tiers, if configured."""
     if not _has_tiers(config):
         return None
-    facts = {
+    info = {
         "model": cache.cfg.to_dict(),
         "deterministic": config.deterministic,
         "device": cache.device.type,
@@ -436,10 +436,10 @@ def _copies(config: EngineConfig, cache: KVCache, num_ranks: int, *, is_native: 
         "layout": cache.layout,
     }
     if config.deterministic:
-        facts["ranks"] = num_ranks
-        facts["arithmetic"] = str(cpu_layer.identity()) if is_native else _arithmetic(cache.device)
+        info["ranks"] = num_ranks
+        info["arithmetic"] = str(cpu_layer.identity()) if is_native else _arithmetic(cache.device)
     parts = cache.parts()
-    layout = layout_of(parts, facts)
+    layout = layout_of(parts, info)
     num_bytes = max(int(config.kv_offloading_size * _GIB), _STAGED_PAGES * layout.num_bytes)
     host = HostTier(num_bytes, layout, pin=cache.device.type == "cuda")
     disk = None

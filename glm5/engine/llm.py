@@ -112,9 +112,9 @@ class LLM:
             self.client = Client(
                 link, self.tokenizer, eos_ids=eos_ids, seed=self.config.seed, on_loading=self.startup.receive
             )
-        self.max_model_len = self.client.facts.max_model_len
+        self.max_model_len = self.client.info.max_model_len
         sampling = ", ".join(f"{name} {value}" for name, value in self.defaults.sampling.items()) or "temperature 1.0"
-        self.table = [*self.client.facts.table, ("start", str(self.startup)), ("sampling", sampling)]
+        self.table = [*self.client.info.table, ("start", str(self.startup)), ("sampling", sampling)]
         for name, choice in self.table:
             logger.debug("%s: %s", name, choice)
         self._calls = Calls(self.client)

@@ -54,7 +54,7 @@ def main(folder: str, cwd: str) -> NoReturn:
         core = _build(start, lambda phase, share: outbox.send(Loading(phase, share)), heartbeat)
         gc.collect()
         gc.freeze()  # loaded objects stay; no collection needs to visit them again
-        outbox.send(Ready(core.facts))
+        outbox.send(Ready(core.info))
         started = True
         _serve(core, inbox, outbox, heartbeat)
         inbox.close()

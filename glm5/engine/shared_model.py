@@ -16,7 +16,7 @@ from glm5.common.errors import ConfigError
 from glm5.model.glm5 import Glm5
 from glm5.model.lowering import empty_like
 
-_REMEDY = "give LLM a model as glm5.load returns it, with adapters merged and shards gathered, or its folder"
+_HINT = "give LLM a model as glm5.load returns it, with adapters merged and shards gathered, or its folder"
 
 
 class SharedModel:
@@ -29,7 +29,7 @@ class SharedModel:
         for name, tensor in given.items():
             if type(tensor) not in (Tensor, nn.Parameter) or tensor.shape != own[name].shape:
                 wanted = f"{name} is a {type(tensor).__name__} of shape {list(tensor.shape)}"
-                raise ConfigError(f"model: {wanted}; allowed: an unsharded tensor {list(own[name].shape)}; {_REMEDY}")
+                raise ConfigError(f"model: {wanted}; allowed: an unsharded tensor {list(own[name].shape)}; {_HINT}")
             _set_tensor(self.model, name, tensor)
         self._own = _weights(self.model)
         self._note(given)
@@ -74,7 +74,7 @@ def _weights(model: Glm5) -> dict[str, Tensor]:
 def _check_names(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     if other := sorted(own.keys() ^ given.keys()):
         verb = "lacks" if other[0] in own else "has"
-        raise ConfigError(f"model: it {verb} {other[0]}, unlike its config; {_REMEDY}")
+        raise ConfigError(f"model: it {verb} {other[0]}, unlike its config; {_HINT}")
 
 
 def _set_tensor(model: Glm5, name: str, tensor: Tensor) -> None:

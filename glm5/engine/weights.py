@@ -23,7 +23,7 @@ from glm5.common.errors import RequestError
 from glm5.engine.cache.memory import restoring
 from glm5.engine.shared_model import SharedModel
 from glm5.model.glm5 import Glm5
-from glm5.parallel.table import WHOLE, Shard
+from glm5.parallel.table import UNSHARDED, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Weights:
         self,
         model: Glm5,
         source: Path | None,
-        shard: Shard = WHOLE,
+        shard: Shard = UNSHARDED,
         derived_from: bytes = b"",
         shared: SharedModel | None = None,
     ):

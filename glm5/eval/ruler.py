@@ -25,7 +25,7 @@ MARGIN_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """A sample as token ids: the prompt, and the correct answer with its end token."""
 
     sample: Sample
@@ -48,7 +48,7 @@ class Score:
 class Answerer(Protocol):
     """Returns an answer for each sample, in order."""
 
-    def __call__(self, asked: Sequence[Asked]) -> list[str]: ...
+    def __call__(self, items: Sequence[Question]) -> list[str]: ...
 
 
 def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def tasks_of(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names) or tuple(TASKS)
 
 
-def make(tokenizer: Tokenizer, task: str, length: int, numbers: range, seed: int = 0) -> list[Asked]:
+def make(tokenizer: Tokenizer, task: str, length: int, numbers: range, seed: int = 0) -> list[Question]:
     """Samples by number; the same for the same seed, task, length and tokenizer."""
 
     def encode(text: str) -> list[int]:
@@ -68,15 +68,15 @@ def make(tokenizer: Tokenizer, task: str, length: int, numbers: range, seed: int
     samples = [
         generate(task, length - MARGIN_TOKENS, number, lambda text: len(encode(text)), seed) for number in numbers
     ]
-    return [Asked(sample, encode(sample.prompt), encode(sample.answer) + end) for sample in samples]
+    return [Question(sample, encode(sample.prompt), encode(sample.answer) + end) for sample in samples]
 
 
 def by_engine(llm: LLM) -> Answerer:
     """Greedy answers of the engine."""
 
-    def answer(asked: Sequence[Asked]) -> list[str]:
-        params = [SamplingParams(temperature=0.0, max_tokens=2 * len(each.answer_ids)) for each in asked]
-        outputs = llm.generate([each.prompt_ids for each in asked], params, use_tqdm=False)
+    def answer(items: Sequence[Question]) -> list[str]:
+        params = [SamplingParams(temperature=0.0, max_tokens=2 * len(each.answer_ids)) for each in items]
+        outputs = llm.generate([each.prompt_ids for each in items], params, use_tqdm=False)
         return [output.outputs[0].text for output in outputs]
 
     return answer
@@ -96,15 +96,15 @@ def evaluate(
         for length in sorted(lengths):
             for task in tasks:
                 try:
-                    asked = make(tokenizer, task, length, range(num_samples), seed)
+                    items = make(tokenizer, task, length, range(num_samples), seed)
                 except DataError as error:
                     logger.warning("left out: %s", error)
                     progress.update(num_samples)
                     continue
-                found = [score(each.sample, text) for each, text in zip(asked, answer(asked), strict=True)]
+                found = [score(each.sample, text) for each, text in zip(items, answer(items), strict=True)]
                 mean = sum(found) / num_samples
                 variance = sum((one - mean) ** 2 for one in found) / max(1, num_samples - 1)
-                tokens = sum(len(each.prompt_ids) for each in asked)
+                tokens = sum(len(each.prompt_ids) for each in items)
                 progress.update(num_samples, task=task, length=length, accuracy=mean)
                 yield Score(task, length, num_samples, tokens, mean, math.sqrt(variance / num_samples))
 

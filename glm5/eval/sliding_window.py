@@ -10,7 +10,7 @@ import torch
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.step import WindowConfig
-from glm5.eval.ruler import Answerer, Asked, make
+from glm5.eval.ruler import Answerer, Question, make
 from glm5.model.glm5 import Glm5
 from glm5.train.batch import Batch
 from glm5.train.sliding_window import search_pattern
@@ -24,8 +24,8 @@ SAMPLES_PER_TASK = 2
 def by_windows(model: Glm5, tokenizer: Tokenizer, window: WindowConfig) -> Answerer:
     """Teacher-forced answers of the model with these windows."""
 
-    def answer(asked: Sequence[Asked]) -> list[str]:
-        predicted = [ids for batch in _batches(asked) for ids, _ in _predict(model, batch, window)]
+    def answer(items: Sequence[Question]) -> list[str]:
+        predicted = [ids for batch in _batches(items) for ids, _ in _predict(model, batch, window)]
         return [tokenizer.decode(ids, skip_special=True) for ids in predicted]
 
     return answer
@@ -36,11 +36,11 @@ def find_pattern(model: Glm5, tokenizer: Tokenizer, size: int, tasks: Sequence[s
 
     The samples are other ones than those of `evaluate`.
     """
-    asked = [each for task in tasks for each in make(tokenizer, task, length, range(-SAMPLES_PER_TASK, 0))]
+    items = [each for task in tasks for each in make(tokenizer, task, length, range(-SAMPLES_PER_TASK, 0))]
 
     def loss(pattern: str) -> float:
         window = WindowConfig(size=size, pattern=pattern)
-        losses = [loss for batch in _batches(asked) for _, loss in _predict(model, batch, window)]
+        losses = [loss for batch in _batches(items) for _, loss in _predict(model, batch, window)]
         return sum(losses) / len(losses)
 
     num_layers = model.cfg.num_hidden_layers
@@ -48,10 +48,10 @@ def find_pattern(model: Glm5, tokenizer: Tokenizer, size: int, tasks: Sequence[s
 
 
 @torch.no_grad()
-def _predict(model: Glm5, asked: Sequence[Asked], window: WindowConfig) -> list[tuple[list[int], float]]:
+def _predict(model: Glm5, items: Sequence[Question], window: WindowConfig) -> list[tuple[list[int], float]]:
     """For each answer the most likely token at each position, and the mean cross-entropy of the correct tokens."""
-    sizes = [(len(each.prompt_ids), len(each.answer_ids)) for each in asked]
-    ids_T = torch.tensor([token_id for each in asked for token_id in (*each.prompt_ids, *each.answer_ids)])
+    sizes = [(len(each.prompt_ids), len(each.answer_ids)) for each in items]
+    ids_T = torch.tensor([token_id for each in items for token_id in (*each.prompt_ids, *each.answer_ids)])
     weight_T = torch.cat([torch.cat([torch.zeros(prompt), torch.ones(answer)]) for prompt, answer in sizes])
     batch = Batch(ids_T, weight_T, [prompt + answer for prompt, answer in sizes]).to(model.device)
     position_G, target_G, _ = batch.targets(1)
@@ -63,11 +63,11 @@ def _predict(model: Glm5, asked: Sequence[Asked], window: WindowConfig) -> list[
     return [(ids.tolist(), loss.mean().item()) for ids, loss in predicted]
 
 
-def _batches(asked: Sequence[Asked]) -> list[list[Asked]]:
+def _batches(items: Sequence[Question]) -> list[list[Question]]:
     """Batches of at most TOKENS_AT_ONCE tokens; a longer sample is a batch of its own."""
-    groups: list[list[Asked]] = []
+    groups: list[list[Question]] = []
     num_free = 0
-    for each in asked:
+    for each in items:
         length = len(each.prompt_ids) + len(each.answer_ids)
         if not groups or length > num_free:
             groups.append([])

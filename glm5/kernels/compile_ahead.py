@@ -27,7 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glm5.common.errors import GlmError
-from glm5.kernels.compile_worker import Wanted, packed
+from glm5.kernels.compile_worker import CompileJob, packed
 from glm5.kernels.cuda_code import not_launched
 
 _MAKERS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -35,26 +35,26 @@ _LEAVE_SECONDS = 5.0
 
 
 @contextmanager
-def missing() -> Iterator[list[Wanted]]:
+def missing() -> Iterator[list[CompileJob]]:
     """In this context Triton kernels that this process has not loaded are appended to the list, once each, and not
     launched; CUDA C++ kernels are built and not launched."""
     from triton import knobs
 
-    wanted: list[Wanted] = []
+    jobs: list[CompileJob] = []
     seen: set[tuple[int, Any]] = set()
 
     def note(**hooked: Any) -> bool:
         function, about = hooked["fn"].jit_function, hooked["compile"]
         if (id(function), about["key"]) not in seen:
             seen.add((id(function), about["key"]))
-            wanted.append(_as_wanted(function, about))
+            jobs.append(_compile_job(function, about))
         return True  # neither compiled nor launched
 
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = note
     try:
         with not_launched(), _Zeros():
-            yield wanted
+            yield jobs
     finally:
         knobs.runtime.jit_cache_hook = before
 
@@ -67,18 +67,18 @@ class Compilers:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdin=pipe, stdout=pipe)
 
-    def compile(self, wanted: Sequence[Wanted], on_done: Callable[[int], None]) -> None:
+    def compile(self, jobs: Sequence[CompileJob], on_done: Callable[[int], None]) -> None:
         """Compile kernels that are not on disk. `on_done` gets the number done. Raises GlmError for the first
         failure."""
-        if not wanted:
+        if not jobs:
             return
         orders, answers = self.process.stdin, self.process.stdout
         assert orders is not None
         assert answers is not None
         with suppress(BrokenPipeError):  # it has ended, which the answers show
-            orders.write(packed(wanted))
+            orders.write(packed(jobs))
             orders.flush()
-        for done in range(1, len(wanted) + 1):
+        for done in range(1, len(jobs) + 1):
             line = answers.readline()
             error = json.loads(line)["error"] if line else "the compiler's process has ended; its words are above"
             if error is not None:
@@ -110,12 +110,12 @@ def hash_compiler() -> None:
     triton_key()
 
 
-def _as_wanted(function: Any, about: dict[str, Any]) -> Wanted:
+def _compile_job(function: Any, about: dict[str, Any]) -> CompileJob:
     _, _, target, *_ = function.device_caches[about["device"]]
     options = json.loads(about["specialization_data"])["options"]
     # JSON turns tuples into lists.
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    return Wanted(function, about["signature"], about["constants"], about["configs"][0], options, target)
+    return CompileJob(function, about["signature"], about["constants"], about["configs"][0], options, target)
 
 
 class _Zeros(TorchDispatchMode):

@@ -25,7 +25,7 @@ _MAX_ERROR = 1500  # characters; a write to a pipe is atomic below the size of a
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CompileJob:
     """The arguments of `triton.compile` for a kernel. `fn` is pickled by module and name."""
 
     fn: Any
@@ -44,10 +44,10 @@ class Wanted:
         triton.compile(source, target=self.target, options=self.options)
 
 
-def packed(wanted: Sequence[Wanted]) -> bytes:
+def packed(jobs: Sequence[CompileJob]) -> bytes:
     """The bytes of an order."""
     buffer = io.BytesIO()
-    _Pickler(buffer).dump(list(wanted))
+    _Pickler(buffer).dump(list(jobs))
     return _LENGTH.pack(len(buffer.getvalue())) + buffer.getvalue()
 
 
@@ -74,32 +74,32 @@ def main(number: int) -> NoReturn:
     triton_key()
     orders = os.fdopen(0, "rb")
     while head := orders.read(_LENGTH.size):
-        wanted = _Unpickler(io.BytesIO(orders.read(_LENGTH.unpack(head)[0]))).load()
-        _compile_all(wanted, min(number, len(wanted)), answers)
+        jobs = _Unpickler(io.BytesIO(orders.read(_LENGTH.unpack(head)[0]))).load()
+        _compile_all(jobs, min(number, len(jobs)), answers)
     os._exit(0)
 
 
-def _compile_all(wanted: Sequence[Wanted], number: int, answers: int) -> None:
+def _compile_all(jobs: Sequence[CompileJob], number: int, answers: int) -> None:
     take, give = os.pipe()
     children: list[int] = []
     for _ in range(number):
         if not (pid := os.fork()):
             os.close(give)
-            _compile_some(wanted, take, answers)
+            _compile_jobs(jobs, take, answers)
         children.append(pid)
     os.close(take)
     with os.fdopen(give, "wb") as queue:
-        queue.write(b"".join(_INDEX.pack(index) for index in range(len(wanted))))
+        queue.write(b"".join(_INDEX.pack(index) for index in range(len(jobs))))
     for pid in children:
         if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
             _answer(answers, f"a process that compiled ended with code {code}")
 
 
-def _compile_some(wanted: Sequence[Wanted], take: int, answers: int) -> NoReturn:
+def _compile_jobs(jobs: Sequence[CompileJob], take: int, answers: int) -> NoReturn:
     try:
         while taken := os.read(take, _INDEX.size):
             try:
-                wanted[_INDEX.unpack(taken)[0]].compile()
+                jobs[_INDEX.unpack(taken)[0]].compile()
             except Exception:  # noqa: BLE001 - reported to the parent
                 _answer(answers, traceback.format_exc()[-_MAX_ERROR:])
             else:

@@ -69,7 +69,7 @@ class Group:
         return per_query if self.whole else per_query.index_select(0, torch.from_numpy(self.query_X))
 
     def keys(self, pool_PZX: Pool) -> Tensor:
-        """[G, num_keys, X]: what the pool holds there, whoever may see it."""
+        """[G, num_keys, X]: the pool's values there, masked or not."""
         keys_NZX = read_pages(pool_PZX, self.page_N)
         return keys_NZX.view(len(self.row_G), -1, pool_PZX.shape[-1])[:, : self.num_keys]
 

@@ -1,6 +1,6 @@
 """Native code, compiled for this machine on first use and cached. Compilation takes a second or two.
 
-It is compiled for the processor's instructions, less those that torch has been told not to use (ATEN_CPU_CAPABILITY).
+It is compiled for the processor's instructions, except those that ATEN_CPU_CAPABILITY disables in torch.
 The cache key is a digest of the sources, the flags, the compiler and the processor, so a stale file is never loaded.
 Without a C++ compiler on the PATH (c++, g++ or clang++), torch implementations are used. A source is one .cpp with the
 headers in its folder; the folder names the cached file. Later processes delete what a killed one has left.

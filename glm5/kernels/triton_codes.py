@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 # No inline assembly in Triton's interpreter.
-_PLAIN = tl.constexpr(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _TO_INT8 = tl.constexpr("shl.b32 $0, $2, 4; and.b32 $0, $0, 0xF0F0F0F0; and.b32 $1, $2, 0xF0F0F0F0;")
 # s: 1 where negative. (half ^ 15 s) + s is the magnitude, 128 s the sign.
 _TO_E4M3 = tl.constexpr("""{
@@ -39,7 +39,7 @@ _TO_BFLOAT16 = tl.constexpr("""{
 
 @triton.jit
 def as_operand(w, x):
-    """Codes as x's dtype, exactly. By way of float32: straight to 16 bits is slower (triton_fp8.widened)."""
+    """Codes as x's dtype, exactly. By way of float32: straight to 16 bits is slower (triton_fp8.upcast)."""
     if w.dtype == x.dtype:
         return w
     return w.to(tl.float32).to(x.dtype)
@@ -48,16 +48,16 @@ def as_operand(w, x):
 @triton.jit
 def halves(byte, x):
     """Bytes of two int4 codes as operands for rows like x: (even inputs, odd inputs), each `unit` times the codes."""
-    if x.dtype == tl.int8 and not _PLAIN:
+    if x.dtype == tl.int8 and not _INTERPRETED:
         low, high = tl.inline_asm_elementwise(
             _TO_INT8, "=&r,=&r,r", [byte], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
-    elif x.dtype == tl.float8e4nv and not _PLAIN:
+    elif x.dtype == tl.float8e4nv and not _INTERPRETED:
         low, high = tl.inline_asm_elementwise(
             _TO_E4M3, "=&r,=&r,r", [byte], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
         )
         low, high = low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
-    elif x.dtype == tl.bfloat16 and not _PLAIN:
+    elif x.dtype == tl.bfloat16 and not _INTERPRETED:
         low, high = tl.inline_asm_elementwise(
             _TO_BFLOAT16, "=&r,=&r,=&r,=&r,r", [byte], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
@@ -70,7 +70,7 @@ def halves(byte, x):
 @triton.jit
 def unit(x_ptr, INT4: tl.constexpr):
     """What a product with operands from `halves` has to be multiplied by."""
-    if not INT4 or _PLAIN:
+    if not INT4 or _INTERPRETED:
         by: tl.constexpr = 1.0
     elif x_ptr.dtype.element_ty == tl.int8:
         by: tl.constexpr = 0.0625

@@ -6,18 +6,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = tl.constexpr(128)  # rows and columns of a scale
 # Triton's interpreter truncates instead of rounding to e4m3.
-_CUTS = tl.constexpr(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def wait_for_earlier(PDL: tl.constexpr):
+def pdl_wait(PDL: tl.constexpr):
     """Wait until earlier kernels have ended (triton_support.dependent_launch)."""
     if PDL:
         gdc_wait()
 
 
 @triton.jit
-def let_later_begin(PDL: tl.constexpr):
+def pdl_launch_dependents(PDL: tl.constexpr):
     """Allow the next kernel to start and load its weights."""
     if PDL:
         gdc_launch_dependents()
@@ -26,7 +26,7 @@ def let_later_begin(PDL: tl.constexpr):
 @triton.jit
 def prefetch(pointers):
     """Prefetch the cache lines at these pointers to L2."""
-    if not _CUTS:
+    if not _INTERPRETED:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
             "=r,l",
@@ -57,7 +57,7 @@ def pairs_of(experts, expert, tile, ROWS: tl.constexpr):
 
 
 @triton.jit
-def widened(w, x):
+def upcast(w, x):
     """e4m3 weights as x's dtype, exactly.
 
     By way of float32: straight to bfloat16 the compiler takes an instruction with a quarter of the rate.
@@ -66,9 +66,9 @@ def widened(w, x):
 
 
 @triton.jit
-def once(x):
+def materialize(x):
     """x of 16 or 32 bits, materialized here: the compiler may not recompute it for each use in another layout."""
-    if not _CUTS:
+    if not _INTERPRETED:
         PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)
     return x
@@ -89,13 +89,13 @@ def last_to_arrive(arrivals_ptr, tile, count):
 
 
 @triton.jit
-def sixteens(x):
+def split_by_16(x):
     """A row [K] in float32, as [K / 16, 16]: what a thread has of it, beside its 16 bytes of weights."""
     return tl.reshape(x.to(tl.float32), [x.shape[0] // 16, 16])
 
 
 @triton.jit
-def eight_times(scale):
+def repeat_8(scale):
     """Scales [G] of 128 values as those of 16, [8 G]."""
     return tl.reshape(tl.broadcast_to(scale[:, None], [scale.shape[0], 8]), [scale.shape[0] * 8])
 
@@ -113,7 +113,7 @@ def quotient(x, scale, inverse):
     near = x * inverse
     near = tl.fma(tl.fma(-near, scale, x), inverse, near)
     near = tl.clamp(near, -448.0, 448.0)
-    if _CUTS:
+    if _INTERPRETED:
         # 3 bits of fraction, or below 2^-6 multiples of 2^-9, which are the last bits beside 1.5 * 2^14.
         bits = near.to(tl.int32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
@@ -128,8 +128,8 @@ def quantized_row(x):
     x = tl.reshape(x, [K // 16, 16])
     amax = tl.max(tl.reshape(tl.max(tl.abs(x), 1), [K // 128, 8]), 1)
     scale, inverse = scale_of(amax)
-    wide = tl.broadcast_to(eight_times(scale)[:, None], [K // 16, 16])
-    inverse = tl.broadcast_to(eight_times(inverse)[:, None], [K // 16, 16])
+    wide = tl.broadcast_to(repeat_8(scale)[:, None], [K // 16, 16])
+    inverse = tl.broadcast_to(repeat_8(inverse)[:, None], [K // 16, 16])
     return tl.reshape(quotient(x, wide, inverse), [K]), scale
 
 

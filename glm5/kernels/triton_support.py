@@ -41,7 +41,7 @@ def check_kernel_cache() -> None:
 
 
 def chosen(*tensors: Tensor) -> bool:
-    """Whether Triton kernels without a gradient take them: none in float64, and no gradient asked for."""
+    """Whether Triton kernels without a gradient take them: none in float64, and no gradient required."""
     if tensors[0].is_cpu or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         return False
     return all(t.dtype != torch.float64 and supports(t.device) for t in tensors)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from glm5.kernels.rope import rope_part, rope_table, rope_turn, rope_turns
+from glm5.kernels.rope import cached_freqs_cis, freqs_cis, rope_part, rope_table
 
 
 @dataclass(frozen=True)
@@ -18,19 +18,19 @@ class Rope:
 
     cos_TR2: Tensor
     sin_TR2: Tensor
-    turn_TR2: Tensor | None
+    cis_TR2: Tensor | None
 
     @classmethod
     def at(cls, positions_T: Tensor, dim: int, theta: float, like: Tensor) -> "Rope":
-        if (turn_TR2 := rope_turns(positions_T, dim, theta, like.dtype)) is not None:
-            return cls(turn_TR2.real, turn_TR2.imag, turn_TR2)
+        if (cis_TR2 := cached_freqs_cis(positions_T, dim, theta, like.dtype)) is not None:
+            return cls(cis_TR2.real, cis_TR2.imag, cis_TR2)
         cos_TR2, sin_TR2 = rope_table(positions_T, dim, theta, like.dtype)
-        return cls(cos_TR2, sin_TR2, rope_turn(cos_TR2, sin_TR2))
+        return cls(cos_TR2, sin_TR2, freqs_cis(cos_TR2, sin_TR2))
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
         """x [T, W] or [T, heads, W] with dimensions `start` to `stop` rotated, interleaved pairs in and out. x is given
         away: the result may lie in its place."""
-        return rope_part(x, self.cos_TR2, self.sin_TR2, self.turn_TR2, start, stop)
+        return rope_part(x, self.cos_TR2, self.sin_TR2, self.cis_TR2, start, stop)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class KVView(Protocol):
 
     @property
     def reads_all(self) -> bool:
-        """Whether indexers need not be asked: every query reads every visible key, and nobody keeps index keys."""
+        """Whether indexers can be skipped: every query reads every visible key, and no index keys are stored."""
         ...
 
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:

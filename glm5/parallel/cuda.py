@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 32 << 20  # of each of three buffers: enough for 2,048 rows of GLM-5
 ONE_SHOT_BYTES = 256 << 10  # maximum that a rank sends in one shot
-TWO_SHOTS_BYTES = 6 << 20  # maximum of a message: larger ones are slower than several of this size
+TWO_SHOT_BYTES = 6 << 20  # maximum of a message: larger ones are slower than several of this size
 
 
 class CudaGroup:
@@ -125,16 +125,16 @@ class CudaGroup:
         """(out, sum) through symmetric memory; None if it is not available for this part."""
         if self.buffers is None or not math.prod(part.shape):
             return None
-        from glm5.kernels.all_reduce.triton import fits, one_shot, two_shots
+        from glm5.kernels.all_reduce.triton import fits, one_shot, two_shot
 
         num_rows, num_bytes = part.shape[0], math.prod(part.shape) * part.dtype.itemsize
         is_short = num_bytes * (self.shard.size - 1) <= ONE_SHOT_BYTES
-        if is_short and fits(self.buffers, part, num_rows, two_shots=False):
+        if is_short and fits(self.buffers, part, num_rows, two_shot=False):
             return one_shot(self.buffers, summed(part), norm, quantized=quantized)
-        max_rows = max(1, TWO_SHOTS_BYTES // (num_bytes // num_rows))
-        if not fits(self.buffers, part, min(num_rows, max_rows), two_shots=True):
+        max_rows = max(1, TWO_SHOT_BYTES // (num_bytes // num_rows))
+        if not fits(self.buffers, part, min(num_rows, max_rows), two_shot=True):
             return None
-        return two_shots(self.buffers, part, norm, max_rows=max_rows, quantized=quantized)
+        return two_shot(self.buffers, part, norm, max_rows=max_rows, quantized=quantized)
 
     def all_reduce_nccl(self, part: Tensor) -> Tensor:
         """All-reduce of any size without symmetric memory."""

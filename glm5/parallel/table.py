@@ -89,7 +89,7 @@ class Shard(NamedTuple):
     size: int = 1
 
 
-WHOLE = Shard()
+UNSHARDED = Shard()
 
 
 class Span(NamedTuple):

@@ -64,7 +64,7 @@ def round_ssz(weight: Tensor, grid: Grid) -> Tensor:
     """Fake quantization with SSZ scales from few starts for int grids of 4 bits and less, else with min-max scales."""
     if grid.kind != "int" or grid.bits > 4 or not grid.symmetric or grid.scope not in ("channel", "group"):
         return fake_quantize(weight, grid)
-    return fake_quantize(weight, grid, ssz(weight, grid, starts=SEARCH_STARTS, polish=1))
+    return fake_quantize(weight, grid, ssz(weight, grid, starts=SEARCH_STARTS, refine=1))
 
 
 def round_ssz_upstream(weight: Tensor, grid: Grid) -> Tensor:

@@ -37,10 +37,10 @@ def ssz(
     *,
     starts: tuple[float, ...] = STARTS,
     steps: int = 2,
-    polish: int = 10,
+    refine: int = 10,
 ) -> Tensor:
     """Scale of `grid` for weight [..., O, I], float32 (float64 for float64): `steps` steps from every start, then up to
-    `polish` steps from the best.
+    `refine` steps from the best.
 
     `importance` [..., I]: h >= 0 of each input, the same for every row. Raises ConfigError for grids other than
     symmetric integers by channel or group.
@@ -57,7 +57,7 @@ def ssz(
             quant_max=grid.quant_max,
             starts=starts,
             steps=steps,
-            polish=polish,
+            refine=refine,
         )
     return scale
 
@@ -81,7 +81,7 @@ def ssz_asymmetric(
     *,
     starts: tuple[float, ...] = STARTS,
     steps: int = 2,
-    polish: int = 10,
+    refine: int = 10,
 ) -> tuple[Tensor, Tensor]:
     """(scale, offset) of an asymmetric `grid` for weight [..., O, I]; as `ssz`, starts are shares of the range."""
     _check_grid(grid, symmetric=False)
@@ -99,7 +99,7 @@ def ssz_asymmetric(
             o = (0.5 * (grid.quant_min + grid.quant_max) - middle / s).round_().clamp_(grid.quant_min, grid.quant_max)
             for _ in range(steps):
                 s, o = best.consider(*best.step(s, o))
-        for _ in range(polish):
+        for _ in range(refine):
             best.consider(*best.step(best.scale, best.offset))
         stacked(scale)[batch, rows], stacked(offset)[batch, rows] = best.scale, best.offset
     return scale, offset

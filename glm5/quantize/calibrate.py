@@ -1,8 +1,8 @@
-"""Calibration samples on their way through the model: hidden states between layers, and what linear layers are given.
+"""Calibration samples in the model: hidden states between layers, and inputs of linear layers.
 
-Samples travel in packs, dealt out to the devices; on each, a layer computes one pack at a time. Its output overwrites
-its input; together with the keys that the last indexer chose that is all that the next layer needs, and all that is
-kept on disk to go on from.
+Samples are distributed over the devices in packs; on each, a layer computes one pack at a time. Its output overwrites
+its input. The next layer needs only this output and the keys that the last indexer selected; both are stored on disk,
+so that a run can be resumed.
 """
 
 from collections.abc import Iterator, Sequence

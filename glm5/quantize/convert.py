@@ -30,7 +30,7 @@ def convert(model: str | Path, out: Path, dtype: str, max_shard_bytes: int, *, o
     training with int4 in view has made of the weights.
     """
     source = Source(model)
-    source.check_apart(out)
+    source.check_output(out)
     if not overwrite:
         check_unwritten(out)
     to_fp8 = dtype == "fp8"

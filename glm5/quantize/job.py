@@ -71,7 +71,7 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
     recipe in place of the settings'."""
     source = Source(settings.model)
     if settings.out is not None:
-        source.check_apart(Path(settings.out))
+        source.check_output(Path(settings.out))
     resolved = resolved or resolve(settings)
     for note in resolved.notes:
         logger.info("%s", note)
@@ -112,8 +112,8 @@ def _rounds_as_trained(plan: Plan) -> bool:
 
 
 def _refuse_trained_experts(run: Run, source: Source) -> None:
-    """Experts without the mark that lie on int4's grid: asked here of the first expert that the plan takes, as a run
-    would meet them minutes later."""
+    """Refuse experts on int4's grid that the checkpoint does not mark. The first planned expert is checked here,
+    because a run would reach it minutes later."""
     for layer_idx, linears in sorted(run.plan.linears.items()):
         stacks = {module: linear for module, linear in linears.items() if module.startswith(STACK)}
         for module, linear in stacks.items():

@@ -137,7 +137,7 @@ class Ladder:
         quality = self._compared(iter(self.reference))
         return _row(quality, self.right, self.right)
 
-    def climb(self, rung: Rung, seed: int) -> dict[str, Any]:
+    def run(self, rung: Rung, seed: int) -> dict[str, Any]:
         """Quantize, measure on what was written, and throw the files away."""
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -184,7 +184,7 @@ class Ladder:
         return prepare(settings, Resolved(recipe, "glm5", rung.name))
 
 
-def climb_all(settings: LadderConfig, texts_of: Callable[[Path], Texts]) -> list[dict[str, Any]]:
+def run_ladder(settings: LadderConfig, texts_of: Callable[[Path], Texts]) -> list[dict[str, Any]]:
     """Every rung on every model and seed; rows are appended to ladder.jsonl as they come, and those there are kept."""
     _check(settings)
     out = Path(settings.out)
@@ -211,7 +211,7 @@ def climb_all(settings: LadderConfig, texts_of: Callable[[Path], Texts]) -> list
             if (number, "original", settings.seeds[0], *setting) not in done:
                 rows.append(_append(file, settings, number, "original", settings.seeds[0], ladder.original()))
             for rung, seed in missing:
-                rows.append(_append(file, settings, number, rung.name, seed, ladder.climb(rung, seed)))
+                rows.append(_append(file, settings, number, rung.name, seed, ladder.run(rung, seed)))
     return [row for row in rows if _key(row)[3:] == _setting(settings)]
 
 
@@ -281,10 +281,10 @@ def _row(quality: Quality, right_before: Sequence[bool], right: Sequence[bool]) 
 
 
 def _append(
-    file: Path, settings: LadderConfig, number: int, rung: str, seed: int, figures: dict[str, Any]
+    file: Path, settings: LadderConfig, number: int, rung: str, seed: int, metrics: dict[str, Any]
 ) -> dict[str, Any]:
     setting = dict(zip(_SETTING, _setting(settings), strict=True))
-    row = {"model": number, "rung": rung, "seed": seed, **setting, **figures}
+    row = {"model": number, "rung": rung, "seed": seed, **setting, **metrics}
     with file.open("a", encoding="utf-8") as handle:
         handle.write(json.dumps(row) + "\n")
     logger.info(

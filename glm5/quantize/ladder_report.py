@@ -44,7 +44,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def verdicts(found: Sequence[dict[str, Any]]) -> list[str]:
     """What the ladder is to show, and what is no better than the rung before it; a sentence each."""
     by_name = {each["rung"]: each for each in found}
-    said: list[str] = []
+    sentences: list[str] = []
     for kind in ("channel", "group"):
         eight_bits = "w8a8" if kind == "channel" else "w8a8-fp8"
         needed = [by_name.get(name) for name in (eight_bits, f"{kind} rtn", f"{kind} gptq")]
@@ -53,28 +53,28 @@ def verdicts(found: Sequence[dict[str, Any]]) -> list[str]:
         eight, plain, full = (each for each in needed if each is not None)
         ours, theirs = full["kl"] - eight["kl"], plain["kl"] - eight["kl"]
         holds = ours <= HALF * theirs
-        said.append(
+        sentences.append(
             f"{kind}: beyond {eight_bits}, the full recipe adds KL {ours:.5f}, RTN {theirs:.5f}: "
             f"{ours / theirs if theirs > 0 else float('nan'):.2f} of it, {'at most' if holds else 'NOT at most'} half"
         )
         near = abs(full["lost"]) <= POINTS
-        said.append(
+        sentences.append(
             f"{kind}: the full recipe loses {full['lost']:.2f} +- {full['lost_interval']:.2f} points of accuracy, "
             f"{'within' if near else 'NOT within'} {POINTS:g}; RTN {plain['lost']:.2f} +- {plain['lost_interval']:.2f}"
         )
-        said += _losses(by_name, kind)
-    return said
+        sentences += _losses(by_name, kind)
+    return sentences
 
 
 def _losses(by_name: dict[str, dict[str, Any]], kind: str) -> list[str]:
-    said: list[str] = []
+    sentences: list[str] = []
     names = [name for name in by_name if name.startswith(kind) and not name.endswith("upstream")]
     for before, name in pairwise(names):
-        said += _no_better(by_name[name], by_name[before])
+        sentences += _no_better(by_name[name], by_name[before])
     for name in names:
         if (upstream := by_name.get(f"{name} upstream")) is not None:
-            said += _no_better(by_name[name], upstream)
-    return said
+            sentences += _no_better(by_name[name], upstream)
+    return sentences
 
 
 def _no_better(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -100,14 +100,14 @@ def as_text(found: Sequence[dict[str, Any]]) -> str:
 def write_report(folder: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     """ladder.json and ladder.html; returns the verdicts."""
     found = summary(rows)
-    said = verdicts(found)
+    sentences = verdicts(found)
     with atomic_write(folder / "ladder.json") as file:
-        json.dump({"rungs": found, "verdicts": said, "rows": list(rows)}, file, indent=2)
+        json.dump({"rungs": found, "verdicts": sentences, "rows": list(rows)}, file, indent=2)
     shown = [each for each in found if each["rung"] != "original"]
     body = [
         "<h1>Quantization, method by method</h1>",
         table(_HEAD, [_cells(each) for each in found]),
-        *(f"<p>{line}</p>" for line in said),
+        *(f"<p>{line}</p>" for line in sentences),
         "<h2>KL to the original</h2>",
         bars([each["rung"] for each in shown], [each["kl"] for each in shown], slanted=True),
         "<h2>Points of accuracy lost</h2>",
@@ -115,7 +115,7 @@ def write_report(folder: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
     with atomic_write(folder / "ladder.html") as file:
         file.write(styled("Quantization, method by method", body))
-    return said
+    return sentences
 
 
 def _cells(each: dict[str, Any]) -> tuple[str, ...]:

@@ -86,9 +86,9 @@ def make_plan(cfg: ModelConfig, recipe: Recipe, target: Target) -> Plan:
     )
     for layer_idx, module in modules:
         names = disk_names(layer_idx, module, cfg)
-        takers = [step for step in recipe.linears if _agreed(step, names, cfg)]
-        if takers:
-            config = takers[-1].qconfig
+        matching = [step for step in recipe.linears if _agreed(step, names, cfg)]
+        if matching:
+            config = matching[-1].qconfig
             linear = LinearPlan(scheme_of(config), config.weight.method, config.weight.ext)
             plan.linears.setdefault(layer_idx, {})[module] = linear
     if not plan.linears:

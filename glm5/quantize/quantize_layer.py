@@ -79,7 +79,7 @@ def rotated(run: Run, tensors: Layer) -> Layer:
     one at a time, so that no layer is held twice."""
 
     def moved(name: str) -> Tensor:
-        # As stored over the bus, and wide there: asked for both at once, torch widens on the host first.
+        # Copy to the device in the stored dtype, then convert there: in one call torch would convert on the host.
         there = tensors.pop(name).to(run.device)
         return there.to(_wide(there, run.dtype))
 

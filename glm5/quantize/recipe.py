@@ -83,8 +83,8 @@ def read_recipe(path: Path) -> Recipe:
     except _UNREADABLE as err:
         raise ConfigError(f"{path}: cannot be understood: {' '.join(str(err).split())}") from None
     recipe = parse_recipe(raw, str(path))
-    if recipe.dataset is not None and (beside := path.parent / recipe.dataset).is_file():
-        recipe = recipe.model_copy(update={"dataset": str(beside)})
+    if recipe.dataset is not None and (sibling := path.parent / recipe.dataset).is_file():
+        recipe = recipe.model_copy(update={"dataset": str(sibling)})
     elif recipe.dataset is not None:
         logger.info("%s: dataset %s is not beside it: --calibration decides", path, recipe.dataset)
         recipe = recipe.model_copy(update={"dataset": None})
@@ -96,13 +96,13 @@ def _built_in(settings: QuantizeConfig, target: Target) -> str:
     if scheme != "w4a8":
         return scheme
     own = {"glm5": "channel", "ascend": "channel", "vllm": "group", "sglang": "sglang"}[target]
-    asked = settings.w4a8_weights
-    if asked is None or (asked == "group" and own == "sglang"):
+    requested = settings.w4a8_weights
+    if requested is None or (requested == "group" and own == "sglang"):
         return f"w4a8-{own}"
-    if target != "glm5" and asked != own:
+    if target != "glm5" and requested != own:
         kernels = {"ascend": "int4 per channel", "vllm": "groups of 128", "sglang": "groups of 128"}[target]
-        raise ConfigError(f"--w4a8-weights {asked}: kernels of {target} take {kernels}; --target glm5 has both")
-    return f"w4a8-{asked}"
+        raise ConfigError(f"--w4a8-weights {requested}: kernels of {target} take {kernels}; --target glm5 has both")
+    return f"w4a8-{requested}"
 
 
 def with_method(recipe: Recipe, method: str) -> Recipe:

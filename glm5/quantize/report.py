@@ -24,10 +24,10 @@ _STYLE = (
 
 def document(job: Job, store: Store, quality: Quality | None, num_verified: int, host_bytes: int) -> dict[str, Any]:
     """All figures, as plain JSON types."""
-    figures = {layer_idx: entry["figures"] for layer_idx, entry in sorted(store.layers.items())}
+    metrics = {layer_idx: entry["figures"] for layer_idx, entry in sorted(store.layers.items())}
     modules = {
         f"model.layers.{layer_idx}.{module}": errors
-        for layer_idx, found in figures.items()
+        for layer_idx, found in metrics.items()
         for module, errors in found.items()
         if isinstance(errors, dict) and "weight" in errors
     }
@@ -44,9 +44,9 @@ def document(job: Job, store: Store, quality: Quality | None, num_verified: int,
         "parts": parts(job, store),
         "quality": quality.to_dict() if quality else None,
         "modules": modules,
-        "smoothing": {str(idx): found["smoothing"] for idx, found in figures.items() if found.get("smoothing")},
+        "smoothing": {str(idx): found["smoothing"] for idx, found in metrics.items() if found.get("smoothing")},
         "tokens_per_expert": {
-            str(idx): found["tokens_per_expert"] for idx, found in figures.items() if "tokens_per_expert" in found
+            str(idx): found["tokens_per_expert"] for idx, found in metrics.items() if "tokens_per_expert" in found
         },
     }
 

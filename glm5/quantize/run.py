@@ -218,14 +218,14 @@ def _finish(job: Job, store: Store) -> None:
     for entry in store.layers.values():
         stored |= entry["schemes"]
     chosen, schemes = job.run.format, job.run.plan.schemes
-    beside = chosen.files(job.source.cfg, schemes, stored)
+    extra_files = chosen.files(job.source.cfg, schemes, stored)
     config = job.cfg.to_dict()
     config.pop("quantization_config", None)
     if (quantization := chosen.config(job.source.cfg, schemes)) is not None:
         config["quantization_config"] = quantization
     if any((job.source.directory / name).is_file() for name in ASSET_FILES):
         copy_assets(job.source.directory, store.model)
-    for name, content in {"config.json": config, **beside}.items():
+    for name, content in {"config.json": config, **extra_files}.items():
         with atomic_write(store.model / name) as file:
             json.dump(content, file, indent=2, ensure_ascii=False)
             file.write("\n")

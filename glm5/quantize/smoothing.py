@@ -30,7 +30,7 @@ def smooth_layer(
 
     Returns figures by source: exponents, and the error of the search before and after.
     """
-    figures: dict[str, Any] = {}
+    stats: dict[str, Any] = {}
     for subgraph in SUBGRAPHS:
         if f"{subgraph.source}.weight" not in tensors:
             continue
@@ -52,13 +52,13 @@ def smooth_layer(
         if subgraph.source in inputs.by_site:
             seen = inputs.by_site[subgraph.source]
             inputs.by_site[subgraph.source] = seen / found.scale.to(seen)
-        figures[subgraph.source] = {
+        stats[subgraph.source] = {
             "alpha": found.alpha.mean().item(),
             "beta": found.beta.mean().item(),
             "error": found.error.square().mean().sqrt().item(),
             "error_before": found.error_before.square().mean().sqrt().item(),
         }
-    return figures
+    return stats
 
 
 def _apply(plan: Plan, subgraph: Subgraph, tensors: Layer, scale: Tensor, norm_dtype: torch.dtype) -> None:

@@ -43,7 +43,7 @@ class Source:
         for spec in self.fit.specs.values():
             self._by_layer.setdefault(place_of(spec.name).layer_idx, []).append(spec)
 
-    def check_apart(self, out: Path) -> None:
+    def check_output(self, out: Path) -> None:
         """Raises ConfigError where `out` would replace what is read, or stand within it."""
         own, target = self.directory.resolve(), out.expanduser().resolve()
         if target == own or own in target.parents:

@@ -1,6 +1,6 @@
-"""One module's weight to codes, by the method that a plan names, under scales as the file will hold them.
+"""Quantizes one module's weight by the method of its plan, with scales in the precision of the file.
 
-A stack of experts goes in parts, dealt out to the devices; what an expert becomes does not depend on the others.
+A stack of experts is split over the devices; the result for an expert does not depend on the others.
 """
 
 import threading
@@ -98,7 +98,7 @@ class _StackBuffer:
             if self._codes is None:
                 self._codes = torch.empty((self._num_experts, *codes.shape[1:]), dtype=codes.dtype)
         if codes.is_cuda:
-            # Through pinned memory: a copy to pages that nobody has touched yet waits for each, in one thread.
+            # Through pinned memory: a copy to pages that are not mapped yet faults on each, in one thread.
             codes = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=True).copy_(codes)
         return self._codes[some].copy_(codes)
 
@@ -228,12 +228,12 @@ def find_scale(
         return minmax(weight, grid)
     if upstream and grid.symmetric:
         return ssz_upstream(weight, grid, ext.step or UPSTREAM_STEPS), None
-    weighs = None
+    weights = None
     if importance is not None and ext.weighted:
         # Without inputs all count the same.
         empty = importance.amax(-1, keepdim=True) == 0
-        weighs = torch.where(empty, torch.ones_like(importance), importance)
-    return ssz_asymmetric(weight, grid, weighs) if not grid.symmetric else (ssz(weight, grid, weighs), None)
+        weights = torch.where(empty, torch.ones_like(importance), importance)
+    return ssz_asymmetric(weight, grid, weights) if not grid.symmetric else (ssz(weight, grid, weights), None)
 
 
 def shared_tensor_scale(weights: list[Tensor]) -> Tensor:

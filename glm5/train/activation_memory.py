@@ -62,7 +62,7 @@ class _RecomputingLayer:
 
 
 class _CachedSelection:
-    """A `KVView` that selects keys once and returns the same selection when asked again."""
+    """A `KVView` that selects keys once and returns the same selection in later calls."""
 
     def __init__(self, view: KVView):
         self._view = view

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 TEMPLATE = "glm-5.2"
 SAMPLES_PER_TASK = 40  # for training a tokenizer
 SAMPLE_LEN = 600  # words of each
-SPELLED = re.compile(r"[A-Z]{2,}")
+UPPERCASE = re.compile(r"[A-Z]{2,}")
 """Runs of capitals are removed from the tokenizer's training text, so that each letter stays one token."""
 
 
@@ -113,8 +113,8 @@ class Builder:
             tokenizer = self._require_tokenizer(f"generated tasks of stage {stage.name}")
             if tokenizer.vocab_size > self.cfg.vocab_size:
                 raise DataError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {self.cfg.vocab_size}")
-            asked = {"learn": data.learn, "questions": data.questions, "answer_weight": data.answer_weight}
-            return RulerRows(data.tasks, tokenizer, stage.seq_len, seed, min_len=data.min_len, **asked)
+            options = {"learn": data.learn, "questions": data.questions, "answer_weight": data.answer_weight}
+            return RulerRows(data.tasks, tokenizer, stage.seq_len, seed, min_len=data.min_len, **options)
         if isinstance(data, QuestionsSource):
             template = ChatTemplate.bundled(TEMPLATE, self._require_tokenizer(f"questions of stage {stage.name}"))
             sizes = {"turns": data.turns, "max_words": data.max_words}
@@ -178,12 +178,12 @@ class Builder:
     def _texts(self) -> Iterator[str]:
         """Training text of a tokenizer: files, and samples of the tasks that the recipe generates."""
         for file in self._files(self.recipe.model.tokenizer_files):
-            yield from SPELLED.split(read_bounded(file, TEXTS, DataError).decode(errors="replace"))
+            yield from UPPERCASE.split(read_bounded(file, TEXTS, DataError).decode(errors="replace"))
         sources = [data for stage in self.recipe.stage for data in stage.data]
         for task in sorted({task for data in sources if isinstance(data, RulerSource) for task in data.tasks}):
             for index in range(SAMPLES_PER_TASK):
                 sample = generate(task, SAMPLE_LEN, index, lambda text: len(text.split()), seed=self.recipe.seed)
-                yield from SPELLED.split(sample.prompt + sample.answer)
+                yield from UPPERCASE.split(sample.prompt + sample.answer)
         if any(isinstance(data, QuestionsSource) for data in sources):
             yield from corpus()
 

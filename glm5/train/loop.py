@@ -38,7 +38,7 @@ from glm5.train.step import Step
 logger = logging.getLogger(__name__)
 
 FINISHING = "the step is finished and the state written first; a second one ends the run at once"
-"""Message when a run is asked to stop."""
+"""Message when a run is requested to stop."""
 HOST_THREADS = 4
 """Torch threads of a run on a GPU, where the host only computes positions and masks. With a thread for each of 64
 cores, beside processes that make sequences, a small model's step took 1.3 s; the GPU needed 0.4 s (docs/tuning.md)."""
@@ -63,7 +63,7 @@ def train(recipe: Recipe, beside: Path, *, restart: bool = False) -> Path:
 def execution_settings(recipe: Recipe) -> Iterator[None]:
     """Set the recipe's number of threads, and deterministic algorithms if it asks for them."""
     on_gpu = device_of(recipe.device).type == "cuda"
-    with _threads(recipe.threads or (HOST_THREADS if on_gpu else None)), deterministic(asked=recipe.deterministic):
+    with _threads(recipe.threads or (HOST_THREADS if on_gpu else None)), deterministic(enabled=recipe.deterministic):
         yield
 
 
@@ -254,11 +254,11 @@ def _threads(number: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic(*, asked: bool) -> Iterator[None]:
-    """Deterministic algorithms inside the block, if asked for; the previous settings are restored."""
+def deterministic(*, enabled: bool) -> Iterator[None]:
+    """Deterministic algorithms inside the block, if `enabled`; the previous settings are restored."""
     filling: Any = torch.utils.deterministic
     before, filled = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
-    if asked:
+    if enabled:
         torch.use_deterministic_algorithms(mode=True)
         filling.fill_uninitialized_memory = False  # a debugging aid that costs time
     try:

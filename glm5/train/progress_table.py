@@ -27,14 +27,14 @@ class ProgressTable:
     ) -> None:
         self._title, self._total, self._first, self._done = title, total, first, first
         self._stream, self._clock = stream, clock
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=MEAN_OF) for name in LEFT}
         self._start, self._drawn_at, self._height = clock(), float("-inf"), 0
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Update with the metrics of a finished step; redraws at most every LEAST_SECONDS."""
         self._done = step
-        self._figures.update(metrics)
+        self._metrics.update(metrics)
         for name, values in self._recent.items():
             if name in metrics:
                 values.append(metrics[name])
@@ -42,7 +42,7 @@ class ProgressTable:
             self._draw()
 
     def held_out(self, metrics: Mapping[str, float]) -> None:
-        self._figures.update(metrics)
+        self._metrics.update(metrics)
         self._draw()
 
     def release(self) -> None:
@@ -58,15 +58,15 @@ class ProgressTable:
             f"{self._title}  {self._done}/{self._total} [{'#' * filled}{'.' * (BAR - filled)}]  "
             f"{each:.3g} s a step, ETA {clock_of(each * (self._total - self._done))}"
         )
-        left = [f"{name:16}{self._figures[name]:>10.4g}   {self._mean(name):14}" for name in self._shown(LEFT)]
-        right = [f"{name:18}{_format_value(self._figures[name]):>14}" for name in self._shown(RIGHT)]
+        left = [f"{name:16}{self._metrics[name]:>10.4g}   {self._mean(name):14}" for name in self._shown(LEFT)]
+        right = [f"{name:18}{_format_value(self._metrics[name]):>14}" for name in self._shown(RIGHT)]
         height = max(len(left), len(right))
         left += [" " * 43] * (height - len(left))
         right += [""] * (height - len(right))
         return [head, *(f"{a:43}  {b}".rstrip() for a, b in zip(left, right, strict=True))]
 
     def _shown(self, names: tuple[str, ...]) -> list[str]:
-        return [name for name in names if name in self._figures]
+        return [name for name in names if name in self._metrics]
 
     def _mean(self, name: str) -> str:
         values = self._recent[name]

@@ -101,7 +101,7 @@ class StageTrainer:
         store.write(position, weights, self.step.optimizers.state_dict())
 
     def agree(self, *, stop: bool) -> bool:
-        """Whether any process has been asked to stop."""
+        """Whether any process has a request to stop."""
         return stop
 
     def finish(self) -> None:

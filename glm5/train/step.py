@@ -145,8 +145,8 @@ class Step:
         return self._weighted(dict(self._losses(batch, view, totals)))
 
     def _weighted(self, losses: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
-        learnt = [loss * self._weight(name) for name, loss in losses.items() if loss.requires_grad]
-        return torch.stack(learnt).sum() if learnt else None, {name: loss.detach() for name, loss in losses.items()}
+        trained = [loss * self._weight(name) for name, loss in losses.items() if loss.requires_grad]
+        return torch.stack(trained).sum() if trained else None, {name: loss.detach() for name, loss in losses.items()}
 
     def _losses(self, batch: Batch, view: PackedView, totals: Mapping[int, float]) -> Iterator[tuple[str, Tensor]]:
         """This batch's contributions to the mean losses of the step, not weighted."""

@@ -177,13 +177,13 @@ def steps() -> None:
         slot_T, offset_T = torch.tensor(places, device="cuda").T.contiguous()
         drafts_Y = torch.randint(0, 3, (slots, depth), device="cuda")
         token_T = torch.randint(0, 3, (len(places),), device="cuda")
-        told = CommittedTokens(
+        reported = CommittedTokens(
             *(torch.zeros(size, dtype=torch.int64, device="cuda") for size in ((4, depth + 1), 4, (4, depth)))
         )
         sampling_slot_B = torch.tensor([2, 0, 3, slots - 1], device="cuda")
         position_T = len_Y[slot_T] + offset_T
         commit_tokens(
-            token_T, slot_T, offset_T, position_T, drafts_Y, sampling_slot_B, token_YS, len_Y, told, impl="triton"
+            token_T, slot_T, offset_T, position_T, drafts_Y, sampling_slot_B, token_YS, len_Y, reported, impl="triton"
         )
     best_token(rows(6, 9001), impl="triton")
 
@@ -206,7 +206,7 @@ def quantized() -> None:
 def quantization() -> None:
     for grid in ((2, 130, 1, 300), (2, 9, 5, 128)):
         for h in (None, torch.rand(2, *grid[2:], device="cuda")):
-            found = {"quant_min": -8, "quant_max": 7, "starts": (1.0, 0.5), "steps": 2, "polish": 2}
+            found = {"quant_min": -8, "quant_max": 7, "starts": (1.0, 0.5), "steps": 2, "refine": 2}
             ssz(torch.randn(grid, device="cuda"), h, **found, impl="triton")
     for width, fp8 in ((128, False), (70, True)):
         factor = torch.randn(3, width, width, device="cuda").triu() + 9 * torch.eye(width, device="cuda")

@@ -7,7 +7,7 @@ from glm5.checkpoint import staging
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.config.presets import preset
-from glm5.parallel.table import WHOLE, Shard
+from glm5.parallel.table import UNSHARDED, Shard
 from tests.support.checkpoints import ragged, read_tensors
 from tests.support.models import random_model
 
@@ -33,7 +33,7 @@ def test_the_same_bits_as_on_the_cpu(fp8, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
-@pytest.mark.parametrize("shard", [WHOLE, Shard(0, 2), Shard(1, 2)], ids=str)
+@pytest.mark.parametrize("shard", [UNSHARDED, Shard(0, 2), Shard(1, 2)], ids=str)
 def test_rooms_are_taken_in_turns(shard, dtype, tmp_path, monkeypatch):
     """Tensors that take many rooms, of which one is filled while the other is copied; a rank's rows and columns."""
     source = save(random_model(3, preset("tiny")), tmp_path / "fp8", dtype="fp8")

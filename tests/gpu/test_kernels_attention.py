@@ -216,8 +216,8 @@ def test_prompt_attention(lengths, impl, num_heads, gen):
             assert torch.equal(again, once)
     out, *codes = prompt_attention_quantized(*case, first, scale=0.0625, impl=impl)
     assert out.shape == (num_tokens, num_heads * 256)
-    for mine, its in zip(codes, act_quant(got[0].flatten(1)), strict=True):
-        assert torch.equal(mine.float(), its.float())
+    for own, its in zip(codes, act_quant(got[0].flatten(1)), strict=True):
+        assert torch.equal(own.float(), its.float())
     wrong = prompt_attention(*case, first, scale=0.0725, impl=impl)  # the control
     assert num_tokens < 60 or rel_rms(wrong[0], want[0]) > 2 * ATTENTION_BUDGET
 

@@ -111,8 +111,8 @@ def test_int8_codes_of_the_query_latent(tokens, gen):
     given = qkv, *weights, 1e-5, *table, slots, make_pool("fp8", C + R), None
     q, codes, scale = mla_keys_quantized(*given, "int8", impl="triton")
     assert rel_rms(q, mla_keys_quantized(*given, impl="reference")[0]) < BUDGET
-    for mine, its in zip((codes, scale), token_quant(q.cpu(), "int8"), strict=True):
-        assert torch.equal(mine.cpu(), its)
+    for own, its in zip((codes, scale), token_quant(q.cpu(), "int8"), strict=True):
+        assert torch.equal(own.cpu(), its)
 
 
 # Against float64: results and rotated products are rounded to bfloat16, 2^-9.
@@ -157,8 +157,8 @@ def test_gated_unit(shape, kind, gen):
     out, *codes = swiglu_quantized(gate_up, kind, impl="triton")
     assert rel_rms(out, want) < PRODUCT_BUDGET
     assert rel_rms(out * 1.02, want) > 3 * PRODUCT_BUDGET  # the control
-    for mine, its in zip(codes, quantize(out.cpu(), kind), strict=True):
-        assert torch.equal(mine.float().cpu(), its.float())
+    for own, its in zip(codes, quantize(out.cpu(), kind), strict=True):
+        assert torch.equal(own.float().cpu(), its.float())
     for _ in range(REPEATS):
         for again, first in zip(swiglu_quantized(gate_up, kind, impl="triton"), (out, *codes), strict=True):
             assert torch.equal(again.float(), first.float())

@@ -57,17 +57,17 @@ def test_logits_are_those_of_the_reference(references, weights, layout):
     flips = sum(choices.flips) / len(choices.flips)
     free = logits_of(lowered.hidden, model, layout, choices, None)
     theirs = [far(got, right) for got, right in zip(own, want, strict=True)]
-    mine = [far(got, right) for got, right in zip(forced, want, strict=True)]
+    actual = [far(got, right) for got, right in zip(forced, want, strict=True)]
     apart = [far(got, right) for got, right in zip(forced, own, strict=True)]
     kl = [
         float((right.softmax(-1) * (right.log_softmax(-1) - got.log_softmax(-1))).sum(-1).mean())
         for got, right in zip(free, want, strict=True)
     ]
     print(
-        f"FIGURES weights {weights}, cache {layout}: modules {rounded(theirs)}, inference form {rounded(mine)}, apart"
+        f"FIGURES weights {weights}, cache {layout}: modules {rounded(theirs)}, inference form {rounded(actual)}, apart"
     )
     print(f"FIGURES {rounded(apart)}; places with another choice {flips:.4f}, KL unforced {rounded(kl)}")
-    assert all(got < MARGIN * bound for got, bound in zip(mine, theirs, strict=True))
+    assert all(got < MARGIN * bound for got, bound in zip(actual, theirs, strict=True))
 
 
 def rounded(values):
@@ -86,4 +86,4 @@ def test_the_bound_notices_a_wrong_scale(references):
         layer.attention.w_v_HCV.mul_(1.05)
     got = logits_of(lowered.hidden, model, "auto", choices, "force")
     pairs = zip(got, own, want, strict=True)
-    assert all(far(mine, right) > MARGIN * far(theirs, right) for mine, theirs, right in pairs)
+    assert all(far(actual, right) > MARGIN * far(theirs, right) for actual, theirs, right in pairs)

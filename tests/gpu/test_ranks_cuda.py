@@ -61,8 +61,8 @@ def test_answers_are_those_of_one_gpu(tmp_path, dtype):
         if dtype == "float32":
             assert got.outputs[0].token_ids == want.outputs[0].token_ids
         off = [
-            abs(mine[token].logprob - known[token].logprob)
-            for mine, known in zip(got.prompt_logprobs[1:], want.prompt_logprobs[1:], strict=True)
+            abs(own[token].logprob - known[token].logprob)
+            for own, known in zip(got.prompt_logprobs[1:], want.prompt_logprobs[1:], strict=True)
             for token in known
         ]
         assert statistics.median(off) < BUDGET[dtype]

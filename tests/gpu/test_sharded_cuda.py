@@ -50,7 +50,7 @@ def test_gpus_lose_what_one_does(world, parallel):
         pytest.skip(f"needs {world} GPUs, here are {torch.cuda.device_count()}")
     want, got = one_gpu(), together(job(world, **parallel))
     for name in ("loss", "mtp"):
-        off = [abs(a[name] - b[name]) / b[name] for a, b in zip(got.figures, want.figures, strict=True)]
+        off = [abs(a[name] - b[name]) / b[name] for a, b in zip(got.metrics, want.metrics, strict=True)]
         print(f"{world} {parallel} {name}: {' '.join(f'{one:.1e}' for one in off)}")
         assert off[0] < FIRST
         assert max(off) < BUDGET

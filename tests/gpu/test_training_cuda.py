@@ -179,7 +179,7 @@ def test_norm_and_rope(gen):
 def test_steps_of_a_model(phase, gen):
     """Loss and its fall as on the CPU in float32; twice the same bits where they are asked for."""
     cfg = ModelConfig.from_dict(BASE | {"num_nextn_predict_layers": 1, "index_topk": 8, "n_routed_experts": 8})
-    asked = Phase(phase, learn_index=phase != "dense")
+    requested = Phase(phase, learn_index=phase != "dense")
     ids = torch.randint(2, cfg.vocab_size, (90,), generator=torch.Generator().manual_seed(1))
     batch = Batch(ids, torch.ones(90), [50, 33, 7])
 
@@ -189,7 +189,7 @@ def test_steps_of_a_model(phase, gen):
         model = model.to(device)
         masters = MasterWeights(model, torch.bfloat16) if device == "cuda" else None
         named = dict(model.named_parameters()) if masters is None else masters.trained()
-        step = Step(model, Optimizers(named, cfg, OptimizerConfig()), LossConfig(mtp_depth=2), asked, masters)
+        step = Step(model, Optimizers(named, cfg, OptimizerConfig()), LossConfig(mtp_depth=2), requested, masters)
         torch.use_deterministic_algorithms(mode=in_order)
         try:
             return [step.run([batch.to(device)], 3e-3)["index" if phase == "warmup" else "loss"] for _ in range(4)]
@@ -209,11 +209,11 @@ def test_less_is_kept(recompute, offload, monkeypatch):
     cfg = ModelConfig.from_dict(BASE | {"num_nextn_predict_layers": 0, "index_topk": 8})
     batch = Batch(torch.arange(4096) % 60 + 2, torch.ones(4096), [2048, 2048]).to("cuda")
 
-    def ran(*asked) -> tuple[list[Tensor], int]:
+    def ran(*requested) -> tuple[list[Tensor], int]:
         model = Glm5(cfg)
         randomize(model, seed=3)
         model = model.cuda().bfloat16()
-        set_activation_memory(model, asked[0], offload=asked[1])
+        set_activation_memory(model, requested[0], offload=requested[1])
         for _ in range(2):
             model.zero_grad()
             before = torch.cuda.memory_allocated()

@@ -58,8 +58,8 @@ class Meter:
             async_scheduling=False,
         )
         self.core = build_core(random_model(3, cfg), config)
-        self.is_native = "native code" in dict(self.core.facts.table)["threads"]
-        self.num_tokens, self.num_asked, self.num_answered = 0, 0, 0
+        self.is_native = "native code" in dict(self.core.info.table)["threads"]
+        self.num_tokens, self.num_submitted, self.num_answered = 0, 0, 0
         self._counts: dict[str, int] | None = None
         runner = self.core.runner
         launch, cache = runner.launch, runner.cache
@@ -74,8 +74,8 @@ class Meter:
 
     def ask(self, prompt):
         params = SamplingParams(temperature=0, max_tokens=None)
-        self.core.receive(AddRequest((self.num_asked,), prompt, params, (1,), NUM_ANSWERED))
-        self.num_asked += 1
+        self.core.receive(AddRequest((self.num_submitted,), prompt, params, (1,), NUM_ANSWERED))
+        self.num_submitted += 1
         self.num_answered = 0
 
     def step(self) -> float:

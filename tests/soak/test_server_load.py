@@ -22,7 +22,7 @@ from glm5.serve.http.server import bind, serving
 from glm5.serve.service.state import ServerState
 from tests.support.engines import save_tiny
 from tests.support.serving import make_app
-from tests.support.streaming_crowd import MAX_COMPLAINTS, PATIENCE_S, Crowd, Load, Told, body_of, events_of
+from tests.support.streaming_crowd import MAX_COMPLAINTS, PATIENCE_S, Crowd, CrowdReport, Load, body_of, events_of
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,7 @@ def answers_alone(url: str) -> list[str]:
     return texts
 
 
-def loaded(load: Load, processes: dict[str, psutil.Process]) -> tuple[Told, dict[str, list[int]]]:
+def loaded(load: Load, processes: dict[str, psutil.Process]) -> tuple[CrowdReport, dict[str, list[int]]]:
     """What the clients tell, and the memory of each process (RSS) meanwhile."""
     command = [sys.executable, "-m", "tests.support.streaming_crowd"]
     memory: dict[str, list[int]] = {name: [] for name in processes}
@@ -118,7 +118,7 @@ def loaded(load: Load, processes: dict[str, psutil.Process]) -> tuple[Told, dict
                 except subprocess.TimeoutExpired:
                     continue
             assert clients.returncode == 0
-            return Told(**json.load(clients.stdout)), memory
+            return CrowdReport(**json.load(clients.stdout)), memory
         finally:
             clients.kill()
 
@@ -142,17 +142,17 @@ def test_five_hundred_clients(tmp_path):
         num_tasks, num_files = server.num_tasks(), psutil.Process().num_fds()
         load = Load(url, SECONDS, NUM_CLIENTS, MAX_TOKENS, answers)
         start = time.monotonic()
-        told, memory = loaded(load, server.processes())
+        reported, memory = loaded(load, server.processes())
         seconds = time.monotonic() - start
-        print(f"\n{seconds:.0f} s: {told}")
+        print(f"\n{seconds:.0f} s: {reported}")
         print(f"engine: {server.stats()}")
         for name, samples in memory.items():
             early, late = growth(samples)
             print(f"{name}: RSS {samples[0] >> 20} MB at first, {early >> 20} MB later, {late >> 20} MB at the end")
             print("  every tenth of the time:", *(s >> 20 for s in samples[:: max(1, len(samples) // 10)]))
-        assert told.wrong == 0, told.complaints
-        assert told.most_open == NUM_CLIENTS
-        assert min(told.whole / 8, told.slow, told.left) >= NUM_CLIENTS / 10
+        assert reported.wrong == 0, reported.complaints
+        assert reported.most_open == NUM_CLIENTS
+        assert min(reported.whole / 8, reported.slow, reported.left) >= NUM_CLIENTS / 10
         server.assert_nothing_left(num_tasks, num_files)
         for name, samples in memory.items():
             early, late = growth(samples)
@@ -165,13 +165,13 @@ def test_the_crowd_notices():
     chunk = b'data: {"choices":[{"text":"%s"}],"usage":{"completion_tokens":2}}\n\n'
     head, end = b"HTTP/1.0 200 OK\r\n\r\n", b"data: [DONE]\n\n"
     crowd._check(head + chunk % b"ab" + end, 0)
-    assert crowd.told.wrong == 0
+    assert crowd.reported.wrong == 0
     for bad in (chunk % b"ac" + end, chunk % b"ab", b"", end[:5]):
-        before = crowd.told.wrong
+        before = crowd.reported.wrong
         crowd._check(head + bad, 0)
-        assert crowd.told.wrong == before + 1
+        assert crowd.reported.wrong == before + 1
     crowd._check(b"HTTP/1.0 429 Too Many Requests\r\n\r\n{}", 0)
-    assert len(crowd.told.complaints) == MAX_COMPLAINTS == crowd.told.wrong
+    assert len(crowd.reported.complaints) == MAX_COMPLAINTS == crowd.reported.wrong
 
 
 def test_growth_is_noticed():

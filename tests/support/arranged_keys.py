@@ -63,9 +63,9 @@ class Paged:
         table_BP = torch.randint(num_pages, (NUM_REQUESTS, columns), generator=gen).int()
         pool_PZL = torch.full((num_pages, PAGE, width), float("nan"), dtype=self.dtype)
         for request, row in enumerate(row_B.tolist()):
-            mine = order_P[request * pages : (request + 1) * pages]
-            pool_PZL[mine] = self.keys[request, :, :width].unflatten(0, (pages, PAGE))
-            table_BP[row, :pages] = mine.int()
+            own = order_P[request * pages : (request + 1) * pages]
+            pool_PZL[own] = self.keys[request, :, :width].unflatten(0, (pages, PAGE))
+            table_BP[row, :pages] = own.int()
         return pool_PZL, table_BP, row_B.int()
 
     def scores(self, order_T: Tensor, impl) -> Tensor:

@@ -9,7 +9,7 @@ from glm5.model.experts import QuantizedExperts
 from glm5.model.glm5 import Glm5
 from glm5.model.linear import QuantizedLinear
 from glm5.model.moe import MoE
-from glm5.parallel.table import WHOLE
+from glm5.parallel.table import UNSHARDED
 from tests.support.steps import Steps, random_ids
 
 LENGTH = 310  # with 200 others and padding, enough rows to be dealt out to ranks
@@ -21,7 +21,7 @@ class Choices:
     """What a model chose, layer by layer and pass by pass: taken down, or forced on another, of which `shard` may see
     its share of the rows alone."""
 
-    def __init__(self, shard=WHOLE):
+    def __init__(self, shard=UNSHARDED):
         self.shard = shard
         self.routing, self.keys = [], []
 
@@ -56,8 +56,8 @@ class Choices:
         return chosen if count == len(chosen[0]) else tuple(each.unflatten(0, (size, -1))[rank] for each in chosen)
 
     @staticmethod
-    def note(heard, value):
-        heard.append(value)
+    def note(received, value):
+        received.append(value)
         return value
 
 

@@ -10,15 +10,15 @@ from glm5.engine.core.engine_core import EngineCore
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
-from glm5.engine.transport.wire import AddRequest, Answer, Facts, RoutedExperts, Update, Updates
+from glm5.engine.transport.wire import AddRequest, Answer, EngineInfo, RoutedExperts, Update, Updates
 from tests.support.fake_runner import FakeRunner, FakeWeights, lone_run
 
 MAX_TURNS = 5000
 
 
 @dataclass
-class Heard:
-    """All that was said of an answer. `asked`: what it is an answer to, and the seed."""
+class ReceivedAnswer:
+    """All updates of one answer, with its request (`ask`) and seed."""
 
     ask: AddRequest
     seed: int
@@ -41,12 +41,12 @@ class Heard:
         return next((update.num_cached for update in self.updates if update.token_ids), None)
 
     def experts(self) -> dict[int, list[int]]:
-        """By token position. AssertionError where one is told twice."""
+        """By token position. AssertionError where one is reported twice."""
         found: dict[int, list[int]] = {}
         for routed in self.routed:
             rows = np.frombuffer(routed.experts, dtype="<i2").reshape(routed.shape[0], -1).tolist()
             for position, row in enumerate(rows, start=routed.start):
-                assert position not in found, f"experts of {position=} were told twice"
+                assert position not in found, f"experts of {position=} were reported twice"
                 found[position] = row
         return found
 
@@ -79,7 +79,7 @@ class CoreDriver:
             draft_quality=draft_quality,
         )
         self.copies = self._copies(tiers, host_pages) if tiers is not None else None
-        facts = Facts(
+        info = EngineInfo(
             self.config.page_size,
             self.config.num_pages,
             self.config.max_num_seqs,
@@ -93,7 +93,7 @@ class CoreDriver:
         self.core = EngineCore(
             self.runner,
             self.config,
-            facts,
+            info,
             weights=self.weights,
             cache=self.runner,
             compiler=compiler,
@@ -101,7 +101,7 @@ class CoreDriver:
             depth=AdaptiveDepth(self.config.max_depth, adaptive) if adaptive is not None else None,
             **core or {},
         )
-        self.heard: dict[int, Heard] = {}
+        self.received: dict[int, ReceivedAnswer] = {}
         self.answers: dict[int, Answer] = {}
         self.num_turns = 0
 
@@ -109,7 +109,7 @@ class CoreDriver:
         self, prompt: Sequence[int] | int, max_tokens: int = 8, *, n: int = 1, seed: int = 1, **options
     ) -> list[int]:
         """Ask for n answers; their ids. A number is a prompt of so many tokens. Options: of `AddRequest` or params."""
-        first = len(self.heard)
+        first = len(self.received)
         ids = tuple(range(first, first + n))
         own = {name: options.pop(name) for name in list(options) if name in AddRequest.__struct_fields__}
         ask = AddRequest(
@@ -121,7 +121,7 @@ class CoreDriver:
             **own,
         )
         for seq_id, own_seed in zip(ids, ask.seeds, strict=True):
-            self.heard[seq_id] = Heard(ask, own_seed)
+            self.received[seq_id] = ReceivedAnswer(ask, own_seed)
         self.core.receive(ask)
         return list(ids)
 
@@ -156,20 +156,20 @@ class CoreDriver:
 
     def expected(self, seq_id: int, weights: int = 0) -> list[int]:
         """The answer of a sequence that has the engine to itself."""
-        heard = self.heard[seq_id]
-        ask = heard.ask
+        received = self.received[seq_id]
+        ask = received.ask
         room = min(ask.max_tokens, self.config.max_model_len - len(ask.prompt_ids))
         stops = ask.stop_ids, ask.params.min_tokens
-        return lone_run(ask.prompt_ids, heard.seed, room, self.vocab_size, *stops, weights)
+        return lone_run(ask.prompt_ids, received.seed, room, self.vocab_size, *stops, weights)
 
     def check(self, *seq_ids: int) -> None:
         """These answers are complete, and those of their lone runs."""
-        for seq_id in seq_ids or self.heard:
-            heard = self.heard[seq_id]
-            assert heard.reason in ("stop", "length"), (
-                f"{seq_id}: {heard.reason} {heard.error if heard.updates else ''}"
+        for seq_id in seq_ids or self.received:
+            received = self.received[seq_id]
+            assert received.reason in ("stop", "length"), (
+                f"{seq_id}: {received.reason} {received.error if received.updates else ''}"
             )
-            assert heard.token_ids == self.expected(seq_id), seq_id
+            assert received.token_ids == self.expected(seq_id), seq_id
 
     def check_empty(self) -> None:
         """Nothing is left behind."""
@@ -181,16 +181,16 @@ class CoreDriver:
         assert pool.num_available == pool.num_pages
 
     def _hear(self, update: Update) -> None:
-        heard = self.heard[update.seq_id]
-        assert heard.reason is None, f"{update.seq_id} is over: {update}"
-        heard.updates.append(update)
-        heard.token_ids += update.token_ids
-        heard.versions += [update.version] * len(update.token_ids)
+        received = self.received[update.seq_id]
+        assert received.reason is None, f"{update.seq_id} is over: {update}"
+        received.updates.append(update)
+        received.token_ids += update.token_ids
+        received.versions += [update.version] * len(update.token_ids)
         if update.logprobs is not None:
             assert [entry.token_id for entry in update.logprobs] == update.token_ids
-            heard.logprobs += update.logprobs
+            received.logprobs += update.logprobs
         if update.routed is not None:
-            heard.routed.append(update.routed)
+            received.routed.append(update.routed)
 
     def _copies(self, tiers, host_pages: int) -> CopyQueue:
         layout = layout_of(self.runner.parts(), {"of": "test"})

@@ -11,9 +11,9 @@ from typing import Any
 
 from glm5.common.errors import ConfigError
 from glm5.engine.transport import wire
-from glm5.engine.transport.wire import AbortRequests, AddRequest, Answer, Facts, Start, StopAnswer, Update, Updates
+from glm5.engine.transport.wire import AbortRequests, AddRequest, Answer, EngineInfo, Start, StopAnswer, Update, Updates
 
-FACTS = Facts(
+INFO = EngineInfo(
     page_size=64,
     num_pages=16,
     max_num_seqs=4,
@@ -36,14 +36,14 @@ class Counting:
 
 @dataclass
 class ScriptedCore:
-    """`tokens_per_step` for each running answer; `asks` are all requests that came, `heard` the names of messages."""
+    """`tokens_per_step` for each running answer; `asks` are all requests that came, `received` all messages' names."""
 
     script: str = ""
-    facts: Facts = FACTS
+    info: EngineInfo = INFO
     tokens_per_step: int = 1
     running: dict[int, Counting] = field(default_factory=dict)
     asks: list[AddRequest] = field(default_factory=list)
-    heard: list[str] = field(default_factory=list)
+    received: list[str] = field(default_factory=list)
     num_steps: int = 0
     is_closed: bool = False
     paused: bool = False
@@ -55,12 +55,12 @@ class ScriptedCore:
         return bool(self.out or (self.running and not self.paused))
 
     def receive(self, message: Any) -> None:
-        self.heard.append(type(message).__name__)
+        self.received.append(type(message).__name__)
         match message:
             case AddRequest():
                 self.asks.append(message)
                 for index, seq_id in enumerate(message.seq_ids):
-                    first = (message.prompt_ids[-1] + 1 + index) % self.facts.vocab_size
+                    first = (message.prompt_ids[-1] + 1 + index) % self.info.vocab_size
                     self.running[seq_id] = Counting(message, index, first)
             case AbortRequests():
                 for seq_id in list(self.running) if message.seq_ids is None else message.seq_ids:
@@ -72,7 +72,7 @@ class ScriptedCore:
                 self.paused = isinstance(message, wire.PauseCall)
                 self.out.append(Answer(message.call_id))
             case wire.StatsCall():
-                stats = {"heard": self.heard, "running": len(self.running), "pid": os.getpid()}
+                stats = {"heard": self.received, "running": len(self.running), "pid": os.getpid()}
                 self.out.append(Answer(message.call_id, stats))
             case wire.SleepCall():
                 self.out.append(Answer(message.call_id, {"freed_bytes": 10 * message.level}))
@@ -107,7 +107,7 @@ class ScriptedCore:
         while len(token_ids) < self.tokens_per_step and reason is None:
             token_ids.append(answer.next_id)
             answer.num_tokens += 1
-            answer.next_id = (answer.next_id + 1) % self.facts.vocab_size
+            answer.next_id = (answer.next_id + 1) % self.info.vocab_size
             if token_ids[-1] in ask.stop_ids and answer.num_tokens > ask.params.min_tokens:
                 reason = "stop"
             elif answer.num_tokens == ask.max_tokens:

@@ -26,7 +26,7 @@ _GRAMMARS = (
 
 
 @dataclass
-class Heard:
+class ReceivedAnswer:
     """What became of one answer. `left`: its client went, so nothing is promised of it."""
 
     ask: AddRequest
@@ -81,29 +81,29 @@ class Crowd:
             structured_outputs=grammar,
         )
 
-    def run(self, core: EngineCore) -> dict[int, Heard]:
+    def run(self, core: EngineCore) -> dict[int, ReceivedAnswer]:
         """All of them, a few at each turn. One in ten is aborted at some turn, one in ten stopped by its client."""
-        rng, heard, waiting = self.rng, dict[int, Heard](), list(self.asks)
-        while waiting or any(one.reason is None for one in heard.values()):
+        rng, received, waiting = self.rng, dict[int, ReceivedAnswer](), list(self.asks)
+        while waiting or any(one.reason is None for one in received.values()):
             for _ in range(min(len(waiting), rng.choice([0, 0, 1, 2, 6]))):
                 ask = waiting.pop(0)
-                heard |= {i: Heard(ask, seed) for i, seed in zip(ask.seq_ids, ask.seeds, strict=True)}
+                received |= {i: ReceivedAnswer(ask, seed) for i, seed in zip(ask.seq_ids, ask.seeds, strict=True)}
                 core.receive(ask)
-            running = [seq_id for seq_id, one in heard.items() if one.reason is None]
+            running = [seq_id for seq_id, one in received.items() if one.reason is None]
             if running and rng.random() < 0.08:
                 seq_id = rng.choice(running)
-                heard[seq_id].left = True
+                received[seq_id].left = True
                 core.receive(AbortRequests((seq_id,)))
             elif running and rng.random() < 0.08:
                 # Ended by its client: no update of it follows.
                 seq_id = rng.choice(running)
-                heard[seq_id].left, heard[seq_id].reason = True, "stop"
+                received[seq_id].left, received[seq_id].reason = True, "stop"
                 core.receive(StopAnswer(seq_id))
-            _listen(core, heard)
-        return heard
+            _listen(core, received)
+        return received
 
 
-def alone(model: Glm5, tokenizer: Tokenizer, answers: Sequence[Heard]) -> list[Heard]:
+def alone(model: Glm5, tokenizer: Tokenizer, answers: Sequence[ReceivedAnswer]) -> list[ReceivedAnswer]:
     """The same answers, each with an engine to itself: nothing drafted, nothing launched ahead, nothing cached."""
     config = EngineConfig(
         deterministic=True,
@@ -114,25 +114,25 @@ def alone(model: Glm5, tokenizer: Tokenizer, answers: Sequence[Heard]) -> list[H
         enable_prefix_caching=False,
         num_gpu_blocks_override=MAX_MODEL_LEN // 64,
     )
-    core, out = build_core(model, config, tokenizer=tokenizer), list[Heard]()
+    core, out = build_core(model, config, tokenizer=tokenizer), list[ReceivedAnswer]()
     for number, one in enumerate(answers):
         ask = AddRequest(
             (number,), one.ask.prompt_ids, one.ask.params, (one.seed,), one.ask.max_tokens, stop_ids=one.ask.stop_ids
         )
-        heard = {number: Heard(ask, one.seed)}
+        received = {number: ReceivedAnswer(ask, one.seed)}
         core.receive(ask)
-        while heard[number].reason is None:
-            _listen(core, heard)
-        out.append(heard[number])
+        while received[number].reason is None:
+            _listen(core, received)
+        out.append(received[number])
     core.close()
     return out
 
 
-def _listen(core: EngineCore, heard: dict[int, Heard]) -> None:
+def _listen(core: EngineCore, received: dict[int, ReceivedAnswer]) -> None:
     for message in core.step():
         assert isinstance(message, Updates), f"{message=}"
         for update in message.updates:
-            one = heard[update.seq_id]
+            one = received[update.seq_id]
             assert one.reason is None, f"{update.seq_id} had ended with {one.reason}"
             one.token_ids += update.token_ids
             one.logprobs += [(entry.token_id, entry.logprob) for entry in update.logprobs or ()]
@@ -164,14 +164,14 @@ def endure(rng: Random, num_requests: int) -> str:
             async_scheduling=True,
         )
         core = build_core(model, config, tokenizer=tokenizer)
-        heard = crowd.run(core)
+        received = crowd.run(core)
         stats = core.stats()
         _leaves_nothing(core, Path(folder))
-    whole = [one for one in heard.values() if not one.left]
+    whole = [one for one in received.values() if not one.left]
     for got, want in zip(whole, alone(model, tokenizer, whole), strict=True):
         assert (got.token_ids, got.reason) == (want.token_ids, want.reason), got.ask
         assert got.logprobs == want.logprobs, got.ask
-    return f"{len(whole)} of {len(heard)} answers whole and equal to their lone runs; {stats}"
+    return f"{len(whole)} of {len(received)} answers whole and equal to their lone runs; {stats}"
 
 
 def _leaves_nothing(core: EngineCore, folder: Path) -> None:

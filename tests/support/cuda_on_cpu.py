@@ -33,7 +33,7 @@ class HeadsMatrix(ctypes.Structure):
 
 
 class OnCpu:
-    """Stands in for cuda_code.CudaKernel. `stalls`: seed of warps that stand still now and then; 0: none."""
+    """Stands in for cuda_code.CudaKernel. `stalls`: seed of warps that stall at random; 0: none."""
 
     def __init__(self, library: ctypes.CDLL, name: str, stalls: int):
         self._launch, self._kernel, self._stalls = library.launch, getattr(library, name), stalls

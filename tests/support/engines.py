@@ -52,7 +52,7 @@ class ScriptedEngine:
         self.left = threading.Event()
         self.started = threading.Event()
         self.prompt_ids, self.params, self.options = None, None, None
-        self.num_asked = 0
+        self.num_submitted = 0
         self.calls: list[tuple] = []  # what was asked of it as a whole
         self.refuses: Exception | None = None  # raised by such a call
         self.is_closed = False
@@ -127,7 +127,7 @@ class ScriptedEngine:
     @asynccontextmanager
     async def generate(self, prompt_ids: Sequence[int], params, *, request_id=None, **options) -> AsyncIterator:
         self.prompt_ids, self.params, self.options = list(prompt_ids), params, options
-        self.num_asked += 1
+        self.num_submitted += 1
         try:
             yield self._deltas()
         finally:

@@ -1,8 +1,8 @@
-// hopper_on_cpu.h, and products of int8 as quantized_linear/tiles.cu has them.
+// hopper_on_cpu.h, and the int8 products of quantized_linear/tiles.cu.
 
 #include "hopper_on_cpu.h"
 
-template <int N> struct IntegerProduct {
+template <int N> struct IntegerWgmma {
     static void run(int (&d)[N / 2], u64 w, u64 x) {
         if (w >> 62 != 1 || (w >> 32 & 0x3FFF) != 64 || x >> 32 != w >> 32) abort();
         const auto number = [](u64 matrix, int row, int k) {
@@ -17,4 +17,4 @@ template <int N> struct IntegerProduct {
     }
 };
 
-template <int N> static void settled(int (&)[N]) {}
+template <int N> static void warpgroup_fence_operand(int (&)[N]) {}

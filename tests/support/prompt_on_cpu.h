@@ -1,4 +1,4 @@
-// What prompt_attention/attend.cu leaves out on a CPU: products of bfloat16.
+// The functions of prompt_attention/attend.cu on a CPU: products of bfloat16.
 
 #include "hopper_on_cpu.h"
 
@@ -22,7 +22,7 @@ static void add_logits(float (&d)[32], u64 q, u64 k, int more) {
 // p: rows as above; of 16 columns 2 (lane % 4) and the next, for both rows, then those 8 behind.
 static void add_values(float (&d)[128], const u32* p, u64 v) {
     if (v >> 62 != 1 || (v & 63) || (v >> 32 & 0x3FFF) != 64) abort();
-    u32(*all)[MOST_WORDS] = met(p, 4);
+    u32(*all)[MAX_WORDS] = warp_exchange(p, 4);
     for (int i = 0; i < 128; ++i) {
         const int column = i / 4 * 8 + current % 4 * 2 + i % 2, boxes = column / 64 * (v >> 16 & 0x3FFF);
         for (int n = 0; n < 16; ++n) {
@@ -32,5 +32,5 @@ static void add_values(float (&d)[128], const u32* p, u64 v) {
     }
 }
 
-template <int N> static void kept(u32 (&)[N]) {}
-static void known_first(float, u32) {}
+template <int N> static void warpgroup_fence_registers(u32 (&)[N]) {}
+static void compute_now(float, u32) {}

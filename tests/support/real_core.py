@@ -64,19 +64,19 @@ class RealCore:
         The `urgent` ones are asked for again in one turn of `every`, as long as there are others, and go before those;
         their outcomes come last.
         """
-        asked = [self._ask(one) for one in requests]
+        requested = [self._ask(one) for one in requests]
         num_turns = 0
         while self.core.has_work:
             num_turns += 1
             assert num_turns < MAX_TURNS, f"no end in sight: {self.core.stats()}"
-            others = asked[: len(requests)]
+            others = requested[: len(requests)]
             if urgent and num_turns % every == 0 and any(self._outcomes[seq_id].reason is None for seq_id in others):
-                asked += [self._ask(one, priority=-1) for one in urgent]
+                requested += [self._ask(one, priority=-1) for one in urgent]
             for message in self.core.step():
                 assert isinstance(message, Updates), message
                 for update in message.updates:
                     self._hear(update)
-        return [self._outcomes[seq_id] for seq_id in asked]
+        return [self._outcomes[seq_id] for seq_id in requested]
 
     def _ask(self, one: Request, priority: int = 0) -> int:
         seq_id = len(self._outcomes)
@@ -119,5 +119,5 @@ class RealCore:
     @property
     def tokens_per_step(self) -> float:
         """What a sequence gains in a decoding step: its own token and the drafts that stood."""
-        told = self.core.stats()["speculation"]
-        return 1 + sum(told["accepted"]) / told["drafted"][0] if told["drafted"] and told["drafted"][0] else 1.0
+        stats = self.core.stats()["speculation"]
+        return 1 + sum(stats["accepted"]) / stats["drafted"][0] if stats["drafted"] and stats["drafted"][0] else 1.0

@@ -90,7 +90,7 @@ class Recorder(_Watching):
 class Replayer(_Watching):
     def __init__(self, step: Step, choices: Choices) -> None:
         super().__init__(step)
-        self.choices, self.flips, self.asked = choices, 0, 0
+        self.choices, self.flips, self.requested = choices, 0, 0
 
     def keys(self, what: str, keys_TK: Tensor) -> Tensor:
         return self._compared(self._given(what), keys_TK)
@@ -107,7 +107,7 @@ class Replayer(_Watching):
         return whole if self._mine_T is None else whole[self._mine_T]
 
     def _compared(self, given: Tensor, own: Tensor) -> Tensor:
-        self.asked += len(given)
+        self.requested += len(given)
         self.flips += int((given.sort(dim=-1).values != own.sort(dim=-1).values).any(dim=-1).sum())
         return given
 

@@ -152,18 +152,18 @@ def check_logprobs(entry: TokenLogprobs, row_W: Tensor, tolerance: float) -> Non
     assert abs(entry.logprob - own) < tolerance
     first, last = 1 + (row_W > own + 2 * tolerance).sum(), (row_W > own - 2 * tolerance).sum()
     assert first <= entry.rank <= last
-    told = torch.tensor([logprob for _, logprob, _ in entry.likeliest])
+    reported = torch.tensor([logprob for _, logprob, _ in entry.likeliest])
     assert len(set(ids)) == len(ids)
-    assert torch.allclose(told, row_W[ids], rtol=0, atol=tolerance)
+    assert torch.allclose(reported, row_W[ids], rtol=0, atol=tolerance)
     assert torch.allclose(row_W[ids], row_W.topk(len(ids)).values, rtol=0, atol=2 * tolerance)
 
 
 def experts_of(model: Glm5, ids: Sequence[int]) -> np.ndarray:
     """What the routers pick in one pass over all tokens: [T, MoE layers, A]."""
-    heard: list[Tensor] = []
+    received: list[Tensor] = []
     moes = [layer.mlp for layer in model.model.layers[: model.cfg.num_hidden_layers] if isinstance(layer.mlp, MoE)]
-    hooks = [moe.gate.register_forward_hook(lambda _, __, out: heard.append(out[1].clone())) for moe in moes]
+    hooks = [moe.gate.register_forward_hook(lambda _, __, out: received.append(out[1].clone())) for moe in moes]
     logprobs_of(model, ids)
     for hook in hooks:
         hook.remove()
-    return torch.stack(heard, dim=1).numpy()
+    return torch.stack(received, dim=1).numpy()

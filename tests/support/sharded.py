@@ -105,7 +105,7 @@ class Job:
 class Done:
     """Figures of each step, gradients before clipping of each, and the weights behind the last."""
 
-    figures: list[dict[str, float]]
+    metrics: list[dict[str, float]]
     grads: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
     choices: Choices | None = None
@@ -141,16 +141,16 @@ def alone(job: Job) -> Done:
     optimizers = Kept(named, model.cfg, job.optimizer)
     step = Step(model, optimizers, job.losses, job.phase, masters)
     recorder = Recorder(step) if job.records else None
-    figures: list[dict[str, float]] = []
+    metrics: list[dict[str, float]] = []
     for number in range(job.steps):
         rows = rows_of_step(job, number, device)
         if recorder is not None:
             recorder.over(number, list(enumerate(rows)))
-        figures.append(step.run(rows, 0.01))
+        metrics.append(step.run(rows, 0.01))
     if recorder is not None:
         recorder.close()
     weights = {name: one.detach() for name, one in model.state_dict().items()}
-    return Done(figures, optimizers.grads, weights, None if recorder is None else recorder.choices)
+    return Done(metrics, optimizers.grads, weights, None if recorder is None else recorder.choices)
 
 
 def together(job: Job) -> Done:
@@ -218,37 +218,37 @@ def _rank(rank: int, port: int, job: Job) -> Done:
         most = max(len(batch.ids_T) for number in range(job.steps) for batch in _mine(job, team, number))
         step = PipelineStep(part, team, optimizers, job.losses, job.phase, tokens=most)
     replayer = None if job.replays is None else Replayer(step, job.replays)
-    figures: list[dict[str, float]] = []
+    metrics: list[dict[str, float]] = []
     for number in range(job.steps):
-        mine = _mine(job, team, number)
+        own = _mine(job, team, number)
         if replayer is not None:
-            replayer.over(number, list(zip(mesh.rows(len(ROWS), rank), mine, strict=True)))
-        figures.append(step.run(mine, 0.01))
+            replayer.over(number, list(zip(mesh.rows(len(ROWS), rank), own, strict=True)))
+        metrics.append(step.run(own, 0.01))
     grads = [_joined(team, part.layout, kept) for kept in optimizers.grads]
     weights = _joined(team, part.layout, {name: one.detach() for name, one in part.local.items()})
     weights |= _buffers(team, part.buffers)
-    flips = torch.zeros(2) if replayer is None else torch.tensor([replayer.flips, replayer.asked])
-    flipped, asked = team.total(flips.double()).tolist()
-    return Done(figures, grads, weights, None, (int(flipped), int(asked)))
+    flips = torch.zeros(2) if replayer is None else torch.tensor([replayer.flips, replayer.requested])
+    flipped, requested = team.total(flips.double()).tolist()
+    return Done(metrics, grads, weights, None, (int(flipped), int(requested)))
 
 
 def _mine(job: Job, team: TrainingGroup, number: int) -> list[Batch]:
     rows, mesh = rows_of_step(job, number, team.device), team.mesh
     if job.skewed and team.rank == mesh.size - 1:
         rows = rows_of_step(job, number + 1, team.device)
-    mine = [rows[i] for i in mesh.rows(len(rows), team.rank)]
+    own = [rows[i] for i in mesh.rows(len(rows), team.rank)]
     if job.merged:
-        ids, weights = (torch.cat([getattr(one, name) for one in mine]) for name in ("ids_T", "weight_T"))
-        mine = [Batch(ids, weights, [length for one in mine for length in one.lengths])]
+        ids, weights = (torch.cat([getattr(one, name) for one in own]) for name in ("ids_T", "weight_T"))
+        own = [Batch(ids, weights, [length for one in own for length in one.lengths])]
     if mesh.context == 1:
-        return mine
-    return [BatchShard(row, mesh.part(team.rank), mesh.context) for row in mine]
+        return own
+    return [BatchShard(row, mesh.part(team.rank), mesh.context) for row in own]
 
 
-def _buffers(team: TrainingGroup, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+def _buffers(team: TrainingGroup, own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of all stages."""
     found: list[Any] = [None] * team.mesh.size
-    dist.all_gather_object(found, {name: one.cpu() for name, one in mine.items()})
+    dist.all_gather_object(found, {name: one.cpu() for name, one in own.items()})
     return {name: one for buffers in found for name, one in buffers.items()}
 
 

@@ -1,8 +1,8 @@
 """Many streaming clients of one server, in a process of their own: `python -m tests.support.streaming_crowd`.
 
-stdin has a `Load` as JSON, stdout gets a `Told`. Of each ten clients, one leaves half-way through every answer and one
-reads slowly; all ask again and again until the time is over, and compare what they get with what they must get. They
-speak HTTP/1.0 over bare sockets: what is measured should not be a client library.
+stdin has a `Load` as JSON, stdout gets a `CrowdReport`. Of each ten clients, one leaves half-way through every answer
+and one reads slowly; all ask again and again until the time is over, and compare what they get with what they must get.
+They speak HTTP/1.0 over bare sockets: what is measured should not be a client library.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Load:
 
 
 @dataclass
-class Told:
+class CrowdReport:
     """`most_open`: requests open at the same time. `complaints`: the first of what was not right."""
 
     whole: int = 0
@@ -59,15 +59,15 @@ def body_of(question: int, max_tokens: int, *, verbose: bool = False) -> dict[st
 
 class Crowd:
     def __init__(self, load: Load):
-        self.load, self.told, self.num_open = load, Told(), 0
+        self.load, self.reported, self.num_open = load, CrowdReport(), 0
         address = urlsplit(load.url)
         self.host, self.port = address.hostname or "", address.port or 80
         self.deadline = 0.0
 
-    async def run(self) -> Told:
+    async def run(self) -> CrowdReport:
         self.deadline = asyncio.get_running_loop().time() + self.load.seconds
         await asyncio.gather(*(self._client(number) for number in range(self.load.num_clients)))
-        return self.told
+        return self.reported
 
     async def _client(self, number: int) -> None:
         rng, loop = random.Random(number), asyncio.get_running_loop()
@@ -75,7 +75,7 @@ class Crowd:
         while loop.time() < self.deadline:
             question = rng.randrange(len(self.load.answers))
             self.num_open += 1
-            self.told.most_open = max(self.told.most_open, self.num_open)
+            self.reported.most_open = max(self.reported.most_open, self.num_open)
             try:
                 async with asyncio.timeout(PATIENCE_S):
                     await ask(question, rng)
@@ -88,7 +88,7 @@ class Crowd:
         reader, writer = await self._ask(question)
         received = await reader.read(-1)
         writer.close()
-        self.told.whole += 1
+        self.reported.whole += 1
         self._check(received, question)
 
     async def _reads_slowly(self, question: int, rng: random.Random) -> None:
@@ -98,7 +98,7 @@ class Crowd:
             received += piece
             await asyncio.sleep(PAUSE_S)
         writer.close()
-        self.told.slow += 1
+        self.reported.slow += 1
         self._check(bytes(received), question)
 
     async def _leaves(self, question: int, rng: random.Random) -> None:
@@ -110,7 +110,7 @@ class Crowd:
             writer.transport.abort()
         else:
             writer.close()
-        self.told.left += 1
+        self.reported.left += 1
 
     async def _ask(self, question: int, *, is_slow: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         sock = socket.socket()
@@ -136,9 +136,9 @@ class Crowd:
             self._complain(f"question {question}: {tokens} tokens, {text!r} for {self.load.answers[question]!r}")
 
     def _complain(self, what: str) -> None:
-        self.told.wrong += 1
-        if len(self.told.complaints) < MAX_COMPLAINTS:
-            self.told.complaints.append(what)
+        self.reported.wrong += 1
+        if len(self.reported.complaints) < MAX_COMPLAINTS:
+            self.reported.complaints.append(what)
 
 
 def events_of(received: bytes) -> tuple[int, list[str]]:

@@ -51,7 +51,7 @@ def test_the_small_model_finds_what_lies_among_more_tokens_than_it_reads():
     with LLM(model, MINI, max_num_seqs=1, max_model_len=2048) as llm:
         assert llm.tokenizer is not None
         encode = llm.tokenizer.encode
-        asked = generate("niah_single_1", 1500, 0, lambda text: len(encode(text)), seed=5)
-        assert len(encode(asked.prompt)) > model.cfg.index_topk
-        [found] = llm.generate([asked.prompt], SamplingParams(max_tokens=16, temperature=0), use_tqdm=False)
-    assert re.findall(r"\d+", found.outputs[0].text) == re.findall(r"\d+", asked.answer)
+        requested = generate("niah_single_1", 1500, 0, lambda text: len(encode(text)), seed=5)
+        assert len(encode(requested.prompt)) > model.cfg.index_topk
+        [found] = llm.generate([requested.prompt], SamplingParams(max_tokens=16, temperature=0), use_tqdm=False)
+    assert re.findall(r"\d+", found.outputs[0].text) == re.findall(r"\d+", requested.answer)

@@ -53,13 +53,13 @@ AllReduceNorm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def sums(group: CudaGroup) -> dict[str, AllReduce]:
     """All-reduce by algorithm, NCCL's among them."""
-    from glm5.kernels.all_reduce.triton import one_shot, two_shots
+    from glm5.kernels.all_reduce.triton import one_shot, two_shot
 
     buffers = group.buffers
     assert buffers is not None, "no symmetric memory here"
     return {
         "one shot": lambda part: one_shot(buffers, part)[0],
-        "two shots": lambda part: two_shots(buffers, part)[0],
+        "two shots": lambda part: two_shot(buffers, part)[0],
         "in two collectives": group.all_reduce_nccl,
         "chosen": group.all_reduce,
         "NCCL": _nccl,
@@ -68,13 +68,13 @@ def sums(group: CudaGroup) -> dict[str, AllReduce]:
 
 def norms(group: CudaGroup) -> dict[str, AllReduceNorm]:
     """All-reduce with residual add and norm, by algorithm."""
-    from glm5.kernels.all_reduce.triton import one_shot, two_shots
+    from glm5.kernels.all_reduce.triton import one_shot, two_shot
 
     buffers = group.buffers
     assert buffers is not None, "no symmetric memory here"
     return {
         "one shot": lambda x, residual, weight: one_shot(buffers, x, (residual, weight, EPS)),
-        "two shots": lambda x, residual, weight: two_shots(buffers, x, (residual, weight, EPS)),
+        "two shots": lambda x, residual, weight: two_shot(buffers, x, (residual, weight, EPS)),
         "chosen": lambda x, residual, weight: group.add_rms_norm(x, residual, weight, EPS, quantize=None)[:2],
         "NCCL, then add_rms_norm": lambda x, residual, weight: add_rms_norm(_nccl(x), residual, weight, EPS),
     }
@@ -160,7 +160,7 @@ def fits(group: CudaGroup, way: str, part: Tensor) -> bool:
     assert group.buffers is not None
     if way not in ("one shot", "two shots"):
         return True
-    return has_room(group.buffers, part, len(part), two_shots=way == "two shots")
+    return has_room(group.buffers, part, len(part), two_shot=way == "two shots")
 
 
 def check(group: CudaGroup) -> dict[str, float]:
@@ -291,8 +291,8 @@ def time_expert_outputs(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[
     """Microseconds of all-reduce with norm on unsummed expert outputs, all rows on every rank."""
     outputs, given = ExpertOutputs(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True), (part, weight, EPS)
     ways = {
-        "experts' terms + norm + FP8": lambda: group.add_rms_norm(outputs, *given, quantize="blocks"),
-        "their sums + norm + FP8": lambda: group.add_rms_norm(outputs.summed(), *given, quantize="blocks"),
+        "all-reduce of expert outputs": lambda: group.add_rms_norm(outputs, *given, quantize="blocks"),
+        "all-reduce of their sums": lambda: group.add_rms_norm(outputs.summed(), *given, quantize="blocks"),
     }
     return {name: round(measure(way), 1) for name, way in ways.items()}
 
@@ -306,27 +306,28 @@ def time_sharded(group: CudaGroup, part: Tensor, weight: Tensor) -> dict[str, fl
         torch.rand(len(local), ACTIVE, device="cuda"),
     )
     outputs = ExpertOutputs(part.repeat(ACTIVE + 1, 1), len(part), ACTIVE, has_shared=True)
+    norm = partial(group.add_rms_norm_sharded, quantize="blocks")
     ways = {
-        "dealt + norm + FP8": partial(group.add_rms_norm_sharded, part, local, weight, EPS, quantize="blocks"),
-        "experts' terms dealt": partial(group.add_rms_norm_sharded, outputs, local, weight, EPS, quantize="blocks"),
-        "their sums dealt": lambda: group.add_rms_norm_sharded(outputs.summed(), local, weight, EPS, quantize="blocks"),
-        "gathered in FP8": partial(group.all_gather, fp8),
-        "with scales and choices": partial(group.gather_rows, fp8, scale, weights, weights),
-        f"gathered, {LATENTS} of bfloat16": partial(group.all_gather, latents),
+        "reduce-scatter + norm + FP8": partial(norm, part, local, weight, EPS),
+        "reduce-scatter of expert outputs": partial(norm, outputs, local, weight, EPS),
+        "reduce-scatter of their sums": lambda: norm(outputs.summed(), local, weight, EPS),
+        "all-gather in FP8": partial(group.all_gather, fp8),
+        "all-gather with scales and routing weights": partial(group.gather_rows, fp8, scale, weights, weights),
+        f"all-gather, {LATENTS} of bfloat16": partial(group.all_gather, latents),
     }
     if len(part) * WIDTH * 2 <= BUFFER_BYTES:
         weight_OD = quantize_blocks(torch.randn(WIDTH, HEADS, device="cuda"))
         x = part[:, :HEADS].contiguous()
         pending = PendingLinear(x, weight_OD, act_quant(x))
-        ways[f"product of {HEADS}"] = pending.computed
-        for name, new in (("and then dealt", pending.computed), ("dealt on its way", lambda: pending)):
-            ways[name] = lambda new=new: group.add_rms_norm_sharded(new(), local, weight, EPS, quantize="blocks")
+        ways[f"linear of {HEADS}"] = pending.computed
+        ways["linear, then reduce-scatter"] = lambda: norm(pending.computed(), local, weight, EPS)
+        ways["linear fused with reduce-scatter"] = partial(norm, pending, local, weight, EPS)
     return {name: round(measure(way), 1) for name, way in ways.items()}
 
 
 def tune(group: CudaGroup) -> None:
     """Print microseconds by number of programs."""
-    from glm5.kernels.all_reduce.triton import one_shot, two_shots
+    from glm5.kernels.all_reduce.triton import one_shot, two_shot
 
     buffers = group.buffers
     assert buffers is not None, "no symmetric memory here"
@@ -340,7 +341,7 @@ def tune(group: CudaGroup) -> None:
                 found[f"{splits} splits"] = round(measure(partial(one_shot, buffers, part, norm, splits)), 1)
         for programs in (16, 32, 64, 132):
             if programs <= 6 * count:
-                found[f"{programs} programs"] = round(measure(partial(two_shots, buffers, part, norm, programs)), 1)
+                found[f"{programs} programs"] = round(measure(partial(two_shot, buffers, part, norm, programs)), 1)
         if group.shard.rank == 0:
             out(json.dumps(found))
 

@@ -25,14 +25,14 @@ def measure(settings: LatencyConfig, llm: LLM, say: Say, keep: Keep = lambda _fo
     """All results, for JSON. `say` gets a line for each result; `keep` gets all results so far after each, once the
     routing is known to be uniform. Raises ConfigError if the cache is too small for the settings, GlmError if the
     routing is not uniform."""
-    facts, cfg = llm.client.facts, llm.cfg
+    info, cfg = llm.client.info, llm.cfg
     rng = Random(settings.seed)
     prompts = [_tokens(rng, cfg.vocab_size, settings.input_len) for _ in range(max(settings.batch))]
     _check_room(settings, llm)
     results: dict[str, Any] = {
         "ready_s": round(llm.startup.ready_s, 2),
         "start_s": {phase: round(seconds, 2) for phase, seconds in llm.startup.seconds.items()},
-        "kv_tokens": facts.num_pages * facts.page_size,
+        "kv_tokens": info.num_pages * info.page_size,
     }
     say(f"ready {results['ready_s']:.1f} s after the weights were in memory ({llm.startup})")
     say(f"cache of {results['kv_tokens']} tokens")
@@ -53,12 +53,12 @@ def measure(settings: LatencyConfig, llm: LLM, say: Say, keep: Keep = lambda _fo
         results["decode_ms"][str(batch)] = _decode_ms(llm, prompts[:batch], settings.output_len)
         say(f"decoding step of {batch}: {results['decode_ms'][str(batch)]:.2f} ms")
         keep(results)
-    if facts.max_depth:
+    if info.max_depth:
         results["mtp_tok_s"], results["mtp_tokens_a_step"] = _drafted(llm, prompts[0], settings.output_len)
-        results["mtp_depth"], results["simulated_acceptance"] = facts.max_depth, facts.simulated_acceptance
-        kind = "" if facts.simulated_acceptance is None else ", SIMULATED acceptance"
+        results["mtp_depth"], results["simulated_acceptance"] = info.max_depth, info.simulated_acceptance
+        kind = "" if info.simulated_acceptance is None else ", SIMULATED acceptance"
         say(
-            f"one sequence with {facts.max_depth} drafts a step: {results['mtp_tok_s']:.0f} tokens/s, "
+            f"one sequence with {info.max_depth} drafts a step: {results['mtp_tok_s']:.0f} tokens/s, "
             f"{results['mtp_tokens_a_step']:.2f} tokens a step{kind}"
         )
         keep(results)
@@ -105,8 +105,8 @@ def fitted(settings: LatencyConfig, longest: int) -> LatencyConfig:
 
 
 def _check_room(settings: LatencyConfig, llm: LLM) -> None:
-    facts = llm.client.facts
-    batch, num_tokens = max(settings.batch), facts.num_pages * facts.page_size
+    info = llm.client.info
+    batch, num_tokens = max(settings.batch), info.num_pages * info.page_size
     longest = settings.input_len + _num_tokens(batch, settings.output_len)
     far = max((context + _num_tokens(1, 0) for context in settings.context), default=0)
     if batch * longest > num_tokens:
@@ -119,9 +119,9 @@ def _check_room(settings: LatencyConfig, llm: LLM) -> None:
             f"context: got {max(settings.context)}; allowed: up to {num_tokens - _num_tokens(1, 0)}, as the cache has "
             f"{num_tokens} tokens; or take --kv-cache-dtype fp8"
         )
-    fitted(settings, facts.max_model_len)
-    if batch > facts.max_num_seqs:
-        raise ConfigError(f"batch: got {batch}; allowed: up to --max-num-seqs ({facts.max_num_seqs})")
+    fitted(settings, info.max_model_len)
+    if batch > info.max_num_seqs:
+        raise ConfigError(f"batch: got {batch}; allowed: up to --max-num-seqs ({info.max_num_seqs})")
 
 
 def _num_tokens(batch: int, num_steps: int) -> int:
@@ -164,7 +164,7 @@ def _drafted(llm: LLM, prompt: Sequence[int], num_steps: int) -> tuple[float, fl
     def is_enough(times: list[TokenTimes]) -> bool:
         return len(times[0].at) > _FIRST + num_steps
 
-    most = (1 + llm.client.facts.max_depth) * (_FIRST + num_steps + 2)
+    most = (1 + llm.client.info.max_depth) * (_FIRST + num_steps + 2)
     (times,) = ask(llm, [prompt], max_tokens=most, drafts=True, until=is_enough)
     count = sum(times.tokens[_FIRST + 1 : _FIRST + num_steps + 1])
     return count / (times.at[_FIRST + num_steps] - times.at[_FIRST]), count / num_steps

@@ -60,7 +60,7 @@ class Client:
                 answer = await self._pool.send(request, reader.receive)
             self.server = answer.headers.get("server", self.server)
             reader.finish(answer, self._loop.time())
-            record.settle()
+            record.finalize()
             record.error = None
         except RequestFailed as error:
             record.error, record.message = error.kind, error.message

@@ -28,7 +28,7 @@ Counts = dict[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
-class Gained:
+class Deltas:
     """What a run added to the server's counters.
 
     `per_position`: share of steps in which the draft at that position was accepted. `acceptance_length`: tokens per
@@ -75,10 +75,10 @@ def _number(text: str) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def gained(before: Counts | None, after: Counts | None) -> Gained:
+def deltas(before: Counts | None, after: Counts | None) -> Deltas:
     """The difference between two readings."""
     if before is None or after is None:
-        return Gained()
+        return Deltas()
     change = {key: value - before.get(key, 0.0) for key, value in after.items()}
 
     def count(name: str) -> int | None:
@@ -88,7 +88,7 @@ def gained(before: Counts | None, after: Counts | None) -> Gained:
     positions = {at: value for (name, at), value in change.items() if name == SPEC + "accepted_tokens_per_pos"}
     per_position = {int(at): value for at, value in positions.items() if at.isdecimal()}
     tiers = {tier: round(value) for (name, tier), value in change.items() if name == TIERS}
-    return Gained(
+    return Deltas(
         acceptance_length=1 + (accepted or 0) / drafts if drafts else None,
         acceptance_rate=(accepted or 0) / drafted if drafted else None,
         per_position=tuple(per_position[at] / drafts for at in sorted(per_position)) if drafts else (),

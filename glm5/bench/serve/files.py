@@ -127,12 +127,12 @@ def _prompt(prompt: Any, where: str) -> str | list[int]:
 def _first_exchange(turns: Any, where: str) -> tuple[str, str | None]:
     """The first message of a person, and the reply if there is one."""
     try:
-        spoken = [(turn["from"], str(turn["value"])) for turn in turns]
-        at = next(k for k, (who, text) in enumerate(spoken) if who in ("human", "user") and text)
+        messages = [(turn["from"], str(turn["value"])) for turn in turns]
+        at = next(k for k, (who, text) in enumerate(messages) if who in ("human", "user") and text)
     except (TypeError, KeyError, StopIteration):
         raise ConfigError(f"{where}: conversations: got {_short(turns)}; allowed: from human, value TEXT") from None
-    reply = spoken[at + 1][1] if at + 1 < len(spoken) else None
-    return spoken[at][1], reply
+    reply = messages[at + 1][1] if at + 1 < len(messages) else None
+    return messages[at][1], reply
 
 
 def _checked_int(value: Any, where: str, least: int = 1) -> int:

@@ -27,7 +27,7 @@ NOT_READY = (CONNECT, DISCONNECTED, TIMEOUT, "http 502", "http 503", "http 504")
 FLUSH_ROUTES = ("/flush_cache", "/reset_prefix_cache")
 
 
-class ServerFacts(NamedTuple):
+class ServerInfo(NamedTuple):
     """A server that answers, and the source of prompts for it."""
 
     client: Client
@@ -35,7 +35,7 @@ class ServerFacts(NamedTuple):
     source: Source
 
 
-async def meet(settings: BenchServeConfig, pool: Pool, address: Address, api_key: str | None) -> ServerFacts:
+async def probe_server(settings: BenchServeConfig, pool: Pool, address: Address, api_key: str | None) -> ServerInfo:
     """Wait until the server answers a request. Raises GlmError if it refuses one or times out."""
     headers = ({"Authorization": f"Bearer {api_key}"} if api_key else {}) | settings.headers
 
@@ -50,12 +50,12 @@ async def meet(settings: BenchServeConfig, pool: Pool, address: Address, api_key
     client, source = client_for(model), _known_source(settings)
     short = await _until_ready(lambda: _probe(client, source, 0), settings.url, deadline)
     if source is not None:
-        return ServerFacts(client, model, source)
+        return ServerInfo(client, model, source)
     long = await _until_ready(lambda: _probe(client, source, 1), settings.url, deadline)
     if short is None or long is None:
         logger.warning("the server does not count prompt tokens: a word is taken for one")
-        return ServerFacts(client, model, Words())
-    return ServerFacts(client, model, Words.measured(PROBE_TOKENS, (short, long)))
+        return ServerInfo(client, model, Words())
+    return ServerInfo(client, model, Words.measured(PROBE_TOKENS, (short, long)))
 
 
 async def flush_cache(client: Client) -> None:

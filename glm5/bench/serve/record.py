@@ -62,7 +62,7 @@ class Record:
         self.arrivals.append(now)
         self._totals.append(total if total == UNKNOWN else max(total, so_far))  # two chunks may share a token
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Count the tokens of chunks after the stream has ended. Raises `RequestFailed` if the answer is incomplete."""
         if not self.arrivals and not self.end:
             raise RequestFailed(NO_TOKENS, "the stream has nothing of an answer")

@@ -62,7 +62,7 @@ def document(settings: BenchServeConfig, runs: Sequence[Done]) -> dict[str, Any]
     """The content of the JSON file. Values of headers are left out, because they may be API keys."""
     given = settings.model_dump(mode="json", by_alias=True, exclude_none=True)
     given |= {"header": list(settings.headers), "request_rate": str(settings.request_rate)}
-    facts = runs[-1].facts._asdict() if runs else {}
+    info = runs[-1].info._asdict() if runs else {}
     results = [as_json(done.result) for done in runs]
     if settings.save_detailed:
         for result, done in zip(results, runs, strict=True):
@@ -71,7 +71,7 @@ def document(settings: BenchServeConfig, runs: Sequence[Done]) -> dict[str, Any]
         "tool": f"glm5 {__version__} bench serve",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "url": settings.url,
-        **facts,
+        **info,
         "partial": any(done.result.partial for done in runs),
         "settings": given,
         "runs": results,

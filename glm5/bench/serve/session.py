@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from glm5.bench.serve.arrivals import arrival_times, read_arrivals
 from glm5.bench.serve.client import Client
-from glm5.bench.serve.counters import Gained, gained, read_counters, sglang_acceptance
+from glm5.bench.serve.counters import Deltas, deltas, read_counters, sglang_acceptance
 from glm5.bench.serve.files import Reader
-from glm5.bench.serve.handshake import ServerFacts, flush_cache, meet, token_counter
+from glm5.bench.serve.handshake import ServerInfo, flush_cache, probe_server, token_counter
 from glm5.bench.serve.http import Address, Open, Pool, opener
 from glm5.bench.serve.load import Outcome, Plan, Report, run
 from glm5.bench.serve.statistics import Result, summarize
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 WARMUP_SEED = 1 << 33  # added to the seed, so that warm-up prompts differ from those of the run
 
 
-class Facts(NamedTuple):
+class RunInfo(NamedTuple):
     """Facts from before the first run. `server`: its Server header. Token counts: see `glm5.bench.serve.texts`."""
 
     model: str
@@ -40,7 +40,7 @@ class Facts(NamedTuple):
 class Done(NamedTuple):
     """A finished run: its records and its statistics."""
 
-    facts: Facts
+    info: RunInfo
     outcome: Outcome
     result: Result
 
@@ -68,14 +68,14 @@ async def measure(
     open_connection = await (connect(address) if connect else opener(address, verify=not settings.insecure))
     runs: list[Done] = []
     async with _closing(Pool(open_connection)) as pool:
-        met = await meet(settings, pool, address, api_key)
-        rows = _read_file(settings, met)
+        server = await probe_server(settings, pool, address, api_key)
+        rows = _read_file(settings, server)
         used = 0
         for clients in settings.max_concurrency or (None,):
             num = _num_requests(settings, clients, len(rows), len(given or ()))
-            conversations = _conversations_for(settings, met.source, rows, num, clients, used)
+            conversations = _conversations_for(settings, server.source, rows, num, clients, used)
             used += len(conversations)
-            runs.append(await _run(settings, met, _plan(settings, conversations, given, clients), started))
+            runs.append(await _run(settings, server, _plan(settings, conversations, given, clients), started))
             ended(runs[-1])
             if runs[-1].result.partial:
                 break
@@ -90,23 +90,23 @@ async def _closing(pool: Pool) -> AsyncGenerator[Pool, None]:
         pool.close()
 
 
-async def _run(settings: BenchServeConfig, met: ServerFacts, plan: Plan, started: Started) -> Done:
-    await _warm_up(settings, met.client, met.source, plan.clients)
+async def _run(settings: BenchServeConfig, server: ServerInfo, plan: Plan, started: Started) -> Done:
+    await _warm_up(settings, server.client, server.source, plan.clients)
     if settings.flush_cache:
-        await flush_cache(met.client)
-    before = await read_counters(met.client)
-    outcome = await run(met.client, plan, started(plan))
-    server = await _gained(settings, met.client, before)
-    result = summarize(outcome, settings.limits, settings.metric_percentiles, server)
-    mean = met.source.mean if isinstance(met.source, Words) else None
-    return Done(Facts(met.model, met.client.server, met.source.overhead, mean), outcome, result)
+        await flush_cache(server.client)
+    before = await read_counters(server.client)
+    outcome = await run(server.client, plan, started(plan))
+    found = await _deltas(settings, server.client, before)
+    result = summarize(outcome, settings.limits, settings.metric_percentiles, found)
+    mean = server.source.mean if isinstance(server.source, Words) else None
+    return Done(RunInfo(server.model, server.client.server, server.source.overhead, mean), outcome, result)
 
 
-async def _gained(settings: BenchServeConfig, client: Client, before: dict[tuple[str, str], float] | None) -> Gained:
-    server = gained(before, await read_counters(client))
-    if settings.backend == "sglang" and server.acceptance_length is None:
-        return dataclasses.replace(server, acceptance_length=await sglang_acceptance(client))
-    return server
+async def _deltas(settings: BenchServeConfig, client: Client, before: dict[tuple[str, str], float] | None) -> Deltas:
+    found = deltas(before, await read_counters(client))
+    if settings.backend == "sglang" and found.acceptance_length is None:
+        return dataclasses.replace(found, acceptance_length=await sglang_acceptance(client))
+    return found
 
 
 async def _warm_up(settings: BenchServeConfig, client: Client, source: Source, clients: int | None) -> None:
@@ -120,15 +120,15 @@ async def _warm_up(settings: BenchServeConfig, client: Client, source: Source, c
         raise asyncio.CancelledError
 
 
-def _read_file(settings: BenchServeConfig, met: ServerFacts) -> list[Conversation]:
+def _read_file(settings: BenchServeConfig, server: ServerInfo) -> list[Conversation]:
     if settings.dataset_path is None:
         return []
     if not Path(settings.dataset_path).is_file():
         raise ConfigError(f"--dataset-path: there is no file {settings.dataset_path}")
     count = token_counter(settings.tokenizer) if settings.tokenizer is not None else lambda text: len(text) // 4
-    rows = Reader(met.source, count, settings.seed, settings.output_len).read(settings.dataset_path)
+    rows = Reader(server.source, count, settings.seed, settings.output_len).read(settings.dataset_path)
     for row in rows:
-        met.client.check(row.turns[0].content)
+        server.client.check(row.turns[0].content)
     return rows
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from glm5.bench.serve.counters import Gained
+from glm5.bench.serve.counters import Deltas
 from glm5.bench.serve.load import CANCELLED, Outcome
 from glm5.bench.serve.record import Record
 
@@ -89,7 +89,7 @@ class Result:
     tokens_counted_by: Mapping[str, int]
     num_held: int
     honesty: ClientOverhead
-    server: Gained
+    server: Deltas
     steps_acceptance: float | None = None
 
     @property
@@ -105,7 +105,7 @@ class Result:
 
 
 def summarize(
-    outcome: Outcome, limits: Mapping[str, float], percentiles: Sequence[float], server: Gained | None = None
+    outcome: Outcome, limits: Mapping[str, float], percentiles: Sequence[float], server: Deltas | None = None
 ) -> Result:
     """The results of a run. `limits`: seconds by metric, for goodput."""
     complete = [record for record in outcome.records if record.error is None]
@@ -145,7 +145,7 @@ def summarize(
         tokens_counted_by=dict(Counter(record.counted for record in complete).most_common()),
         num_held=outcome.num_held,
         honesty=_client_overhead(outcome, complete),
-        server=server or Gained(),
+        server=server or Deltas(),
         steps_acceptance=_tokens_a_step(complete),
     )
 

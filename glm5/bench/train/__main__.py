@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from glm5.bench.command import command, need_gpus
-from glm5.bench.train.layer import layer_figures, optimizer_figures, split_figures
-from glm5.bench.train.memory import memory_figures
-from glm5.bench.train.shape import FLASH, shape_figures
-from glm5.bench.train.small import ordered_figures, small_figures
+from glm5.bench.train.layer import layer_results, optimizer_results, split_results
+from glm5.bench.train.memory import memory_results
+from glm5.bench.train.shape import FLASH, shape_results
+from glm5.bench.train.small import ordered_results, small_results
 from glm5.common.console import out
 
 Case = Callable[[], dict[str, Any]]
@@ -28,19 +28,19 @@ Case = Callable[[], dict[str, Any]]
 
 def cases(what: str, num_tokens: int, num_layers: int, passes: int, sequences: int) -> Iterator[Case]:
     if what == "layer":
-        yield split_figures
+        yield split_results
         for stage in ("dense", "sparse"):
-            yield lambda stage=stage: layer_figures(num_tokens, stage=stage)
-        yield optimizer_figures
+            yield lambda stage=stage: layer_results(num_tokens, stage=stage)
+        yield optimizer_results
     elif what == "memory":
         for length in (16_384, 65_536, 204_800):
             for dense in (False, True):
-                yield lambda length=length, dense=dense: memory_figures(length, dense=dense)
+                yield lambda length=length, dense=dense: memory_results(length, dense=dense)
     elif what == "shape":
-        yield lambda: shape_figures(num_layers, passes, sequences)
+        yield lambda: shape_results(num_layers, passes, sequences)
     elif what == "ordered":
         for stage in ("dense", "sparse"):
-            yield lambda stage=stage: ordered_figures(stage, 4096, 8)
+            yield lambda stage=stage: ordered_results(stage, 4096, 8)
     else:
         for stage, seq_len, sequences in (
             ("dense", 4096, 16),
@@ -48,7 +48,7 @@ def cases(what: str, num_tokens: int, num_layers: int, passes: int, sequences: i
             ("sparse", 4096, 16),
             ("sparse", 16384, 4),
         ):
-            yield lambda case=(stage, seq_len, sequences): small_figures(*case)
+            yield lambda case=(stage, seq_len, sequences): small_results(*case)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -22,7 +22,7 @@ LAYER = 3
 WARM, REPEATS = 2, 5
 
 
-def layer_figures(num_tokens: int, *, stage: str) -> dict[str, Any]:
+def layer_results(num_tokens: int, *, stage: str) -> dict[str, Any]:
     """Milliseconds of forward and of forward plus backward, MFU, memory. In `stage` sparse the indexer is trained."""
     cfg = preset("glm-5")
     layer = _made(cfg)
@@ -65,7 +65,7 @@ def layer_figures(num_tokens: int, *, stage: str) -> dict[str, Any]:
     }
 
 
-def optimizer_figures() -> dict[str, Any]:
+def optimizer_results() -> dict[str, Any]:
     """Milliseconds and memory of a step of Muon and AdamW with gradients and momentum in bfloat16."""
     layer = _made(preset("glm-5"))
     named = {f"model.layers.{LAYER}.{name}": weight for name, weight in layer.named_parameters()}
@@ -84,7 +84,7 @@ def optimizer_figures() -> dict[str, Any]:
     }
 
 
-def split_figures() -> dict[str, Any]:
+def split_results() -> dict[str, Any]:
     """GFLOPs and milliseconds of q_b_proj's orthogonalisation, as one matrix and by heads."""
     cfg = preset("glm-5")
     rows, cols = cfg.num_attention_heads * cfg.qk_head_dim, cfg.q_lora_rank

@@ -15,7 +15,7 @@ WARM = 4096
 """Tokens of a first pass, in which kernels compile."""
 
 
-def memory_figures(num_tokens: int, *, dense: bool) -> dict[str, Any]:
+def memory_results(num_tokens: int, *, dense: bool) -> dict[str, Any]:
     """Peak GiB of both passes without the inputs, and milliseconds. `dense`: expanded keys and values; otherwise
     selected keys."""
     made = _dense if dense else _sparse

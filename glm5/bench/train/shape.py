@@ -51,7 +51,7 @@ SEQ_LEN, STEPS, WARM = 4096, 20, 5
 TIMEOUT_S = 120.0
 
 
-def shape_figures(num_layers: int, passes: int, sequences: int, *, steps: int = STEPS) -> dict[str, Any]:
+def shape_results(num_layers: int, passes: int, sequences: int, *, steps: int = STEPS) -> dict[str, Any]:
     """Milliseconds of a step and of its optimizer, tokens/s, MFU and peak memory of one GPU. A step has `passes`
     micro-batches of `sequences` on each GPU."""
     # One unused indexer; the published model has none.
@@ -95,22 +95,22 @@ def _rank(
         batches = [_batch(cfg, sequences, gen).to(device) for sequences in passes]
         torch.cuda.synchronize()
         began = time.perf_counter()
-        figures = step.run(batches, 1e-4)
+        metrics = step.run(batches, 1e-4)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
         optimizer_seconds.append(step.optimizer_time.seconds())
         peak = torch.cuda.max_memory_allocated() / 2**30
         logger.info(
             "step %d: %.3f s, optimizer %.3f, loss %.3f, %.1f GiB at most",
-            number + 1, seconds[-1], optimizer_seconds[-1], figures["loss"], peak,
+            number + 1, seconds[-1], optimizer_seconds[-1], metrics["loss"], peak,
         )  # fmt: skip
     group.wait()
     if rank == 0:
-        found.put(_figures(cfg, world, sum(passes), seconds, optimizer_seconds, optimizers))
+        found.put(_metrics(cfg, world, sum(passes), seconds, optimizer_seconds, optimizers))
     group.close()
 
 
-def _figures(
+def _metrics(
     cfg: ModelConfig,
     world: int,
     sequences: int,

@@ -29,7 +29,7 @@ PHASES = {
 }
 
 
-def small_figures(stage: str, seq_len: int, sequences: int) -> dict[str, Any]:
+def small_results(stage: str, seq_len: int, sequences: int) -> dict[str, Any]:
     """Steps of RECIPE's architecture with random weights, in bfloat16 with float32 masters, on random tokens."""
     step = _step(stage)
     cfg, count = step.model.cfg, count_parameters(step.model.cfg)
@@ -38,17 +38,17 @@ def small_figures(stage: str, seq_len: int, sequences: int) -> dict[str, Any]:
     return about | _steps(step, seq_len, sequences)
 
 
-def ordered_figures(stage: str, seq_len: int, sequences: int) -> dict[str, Any]:
+def ordered_results(stage: str, seq_len: int, sequences: int) -> dict[str, Any]:
     """Steps of the same model with default algorithms, then with deterministic ones."""
     step = _step(stage)
     plain = _steps(step, seq_len, sequences)
-    with deterministic(asked=True):
+    with deterministic(enabled=True):
         ordered = _steps(step, seq_len, sequences)
     about = {name: plain[name] for name in ("tokens a step", "context")}
     of_each = {"default": plain, "deterministic": ordered}
     shown = ("ms", "optimizer ms", "peak GiB")
-    figures = {f"{which} {name}": found[name] for which, found in of_each.items() for name in shown}
-    return {"stage": stage, **about, **figures, "longer": ordered["ms"] / plain["ms"] - 1}
+    metrics = {f"{which} {name}": found[name] for which, found in of_each.items() for name in shown}
+    return {"stage": stage, **about, **metrics, "longer": ordered["ms"] / plain["ms"] - 1}
 
 
 def _step(stage: str) -> Step:

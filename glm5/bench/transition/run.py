@@ -75,8 +75,8 @@ class Measure:
         self._searched = batches(range(num_sequences, num_sequences + SEARCHED))
 
     def row(self, name: str, model: Glm5, phase: Phase, *, recall: bool = False) -> Row:
-        figures = held_out(model, self.batches, phase)
-        accuracy, loss = figures["held-out accuracy"], figures["held-out loss"]
+        metrics = held_out(model, self.batches, phase)
+        accuracy, loss = metrics["held-out accuracy"], metrics["held-out loss"]
         kept = attention_recall(model, self.batches) if recall else None
         pattern = None if phase.window is None else phase.window.pattern
         return Row(name, self.seed, accuracy, loss, self._keys(model, phase), kept, pattern)

@@ -31,7 +31,7 @@ def choose(target: Target, schemes: Schemes) -> Format:
     """The format that a target reads. ConfigError names the first module that it cannot hold."""
     held = {(module, scheme) for layer in schemes.values() for module, scheme in layer.items()}
     every = {scheme for _, scheme in held}
-    chosen = next(each for each in FORMATS if target in each.targets and each.suits(every))
+    chosen = next(each for each in FORMATS if target in each.targets and each.supports(every))
     for module, scheme in sorted(held, key=str):
         if why := chosen.refusal(module, scheme, target):
             raise ConfigError(f"--target {target}: {module} as {scheme_name(scheme)}: {why}")

@@ -35,7 +35,7 @@ class AscendV1(Format):
     is_loaded = False
     shard_prefix = "quant_model_weights"
 
-    def suits(self, schemes: Set[Scheme]) -> bool:
+    def supports(self, schemes: Set[Scheme]) -> bool:
         return any(scheme.act is not None for scheme in schemes)
 
     def refusal(self, module: str, scheme: Scheme, target: Target) -> str | None:

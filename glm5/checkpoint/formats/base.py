@@ -94,7 +94,7 @@ class Format:
     shard_prefix: ClassVar[str] = "model"
     """Of the files of weights."""
 
-    def suits(self, schemes: Set[Scheme]) -> bool:
+    def supports(self, schemes: Set[Scheme]) -> bool:
         """Whether a plan with these schemes is written in this format, for a target that loads it."""
         return True
 

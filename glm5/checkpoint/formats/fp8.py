@@ -28,7 +28,7 @@ class NativeFp8(Format):
     name = "fp8"
     targets = ("glm5", "vllm", "sglang")
 
-    def suits(self, schemes: Set[Scheme]) -> bool:
+    def supports(self, schemes: Set[Scheme]) -> bool:
         return all(scheme.weight == FP8_BLOCK for scheme in schemes)
 
     def refusal(self, module: str, scheme: Scheme, target: Target) -> str | None:
@@ -60,7 +60,7 @@ class W4aFp8(NativeFp8):
     name = "w4afp8"
     targets = ("sglang",)
 
-    def suits(self, schemes: Set[Scheme]) -> bool:
+    def supports(self, schemes: Set[Scheme]) -> bool:
         return any(scheme.weight.kind == "int" and scheme.weight.bits == 4 and scheme.act for scheme in schemes)
 
     def refusal(self, module: str, scheme: Scheme, target: Target) -> str | None:

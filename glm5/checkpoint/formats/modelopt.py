@@ -31,7 +31,7 @@ class ModelOpt(Format):
     name = "modelopt"
     targets = ("vllm", "sglang")
 
-    def suits(self, schemes: Set[Scheme]) -> bool:
+    def supports(self, schemes: Set[Scheme]) -> bool:
         return any(scheme.weight.kind == "nvfp4" for scheme in schemes)
 
     def refusal(self, module: str, scheme: Scheme, target: Target) -> str | None:

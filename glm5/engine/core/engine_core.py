@@ -39,7 +39,7 @@ from glm5.engine.transport.wire import (
     AddRequest,
     Answer,
     Close,
-    Facts,
+    EngineInfo,
     ProfileCall,
     StatsCall,
     StopAnswer,
@@ -50,11 +50,11 @@ from glm5.engine.transport.wire import (
 )
 
 # How long an iteration without work waits for another thread. This also bounds how long a message waits.
-PATIENCE_S = 0.01
+MAX_WAIT_S = 0.01
 
 
 class EngineCore:
-    """Call `receive` with messages, and `step` while it `has_work`. `facts`: sent to clients.
+    """Call `receive` with messages, and `step` while it `has_work`. `info`: sent to clients.
 
     `compiler` None refuses grammars, `copies` None means no tiers, `depth` None always drafts to the maximum. `pace`
     None limits prompt tokens in a step by `config` alone; otherwise a launch must be synchronous, since `clock` times
@@ -65,7 +65,7 @@ class EngineCore:
         self,
         runner: StepRunner,
         config: SchedulerConfig,
-        facts: Facts,
+        info: EngineInfo,
         *,
         weights: WeightSource,
         cache: Memory,
@@ -77,7 +77,7 @@ class EngineCore:
         ranks: Followers | None = None,
     ):
         self.ranks = ranks
-        self.runner, self.config, self.facts = runner, config, facts
+        self.runner, self.config, self.info = runner, config, info
         self.scheduler = Scheduler(config, version=weights.version, identity=weights.identity)
         self.weights, self.compiler, self.depth = weights, compiler, depth
         self.pace, self._clock = pace, clock
@@ -85,8 +85,8 @@ class EngineCore:
         self.tiering = Tiering(copies, config.page_size) if copies is not None else None
         self.intake = Intake(
             config,
-            vocab_size=facts.vocab_size,
-            records_routing=facts.routed_experts,
+            vocab_size=info.vocab_size,
+            records_routing=info.routed_experts,
             compiler=compiler,
             tiering=self.tiering,
         )
@@ -125,7 +125,7 @@ class EngineCore:
         self._inbox.append(message)
 
     def step(self) -> list[ToClient]:
-        """Run one iteration. It waits for the device as long as a step takes, for other work at most `PATIENCE_S`."""
+        """Run one iteration. It waits for the device as long as a step takes, for other work at most `MAX_WAIT_S`."""
         self._receive_all()
         begins = any(isinstance(message, Submit | Resume) for message in self._messages)
         self.control.take_changes(closely=begins)
@@ -159,7 +159,7 @@ class EngineCore:
             num_held=self.intake.num_waiting,
             tiers=tiers,
             is_sleeping=self.control.is_sleeping,
-            simulated_acceptance=self.facts.simulated_acceptance,
+            simulated_acceptance=self.info.simulated_acceptance,
         )
 
     def close(self, flush_s: float = 30.0) -> None:
@@ -265,7 +265,7 @@ class EngineCore:
         if self.tiering is not None:
             self.tiering.begin_stores(plan)
         if self._constrained and plan.items:
-            filled = fill_masks(plan.items, self._constrained, self.config.max_depth, self.facts.vocab_size)
+            filled = fill_masks(plan.items, self._constrained, self.config.max_depth, self.info.vocab_size)
             if filled is not None:
                 self.runner.set_bitmasks(*filled)
         for item in reversed(plan.items):
@@ -348,11 +348,11 @@ class EngineCore:
         """Nothing was launched or read: wait briefly for the thread whose result is needed next."""
         if self._wait == "copies":
             assert self.tiering is not None
-            self._messages += self.tiering.messages(PATIENCE_S)
+            self._messages += self.tiering.messages(MAX_WAIT_S)
         elif self.intake.num_waiting:
-            self.intake.wait(PATIENCE_S)
+            self.intake.wait(MAX_WAIT_S)
         else:
-            self.control.wait(PATIENCE_S)
+            self.control.wait(MAX_WAIT_S)
 
     def _outgoing(self) -> list[ToClient]:
         messages: list[ToClient] = [Updates(self._updates)] if self._updates else []

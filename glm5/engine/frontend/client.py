@@ -27,7 +27,7 @@ from glm5.engine.transport.wire import (
     Answer,
     Close,
     Dead,
-    Facts,
+    EngineInfo,
     Loading,
     Ready,
     StopAnswer,
@@ -75,8 +75,8 @@ class Client:
         self._calls: dict[int, Future[dict[str, Any]]] = {}
         # The text of a token by itself, for log-probabilities.
         self._spell = cache(lambda token_id: None if tokenizer is None else tokenizer.decode([token_id]))
-        self.facts = self._wait_until_ready(on_loading)
-        self.request_builder = RequestBuilder(self.facts, tokenizer, eos_ids)
+        self.info = self._wait_until_ready(on_loading)
+        self.request_builder = RequestBuilder(self.info, tokenizer, eos_ids)
 
     @property
     def dead_because(self) -> str | None:
@@ -177,13 +177,13 @@ class Client:
         self.link.kill()
         self._die(reason)
 
-    def _wait_until_ready(self, on_loading: Callable[[Loading], None] | None) -> Facts:
+    def _wait_until_ready(self, on_loading: Callable[[Loading], None] | None) -> EngineInfo:
         try:
             while True:
                 for message in self.link.receive(_POLL_SECONDS):
                     match message:
-                        case Ready(facts):
-                            return facts
+                        case Ready(info):
+                            return info
                         case Dead(reason, kind):
                             raise named(kind, reason)
                         case Loading() if on_loading is not None:

@@ -14,7 +14,7 @@ from glm5.engine.sampling.params import MAX_STOP_IDS, SamplingParams, answer_see
 from glm5.engine.sampling.words import bad_word_ids
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.scheduler.messages import Submit
-from glm5.engine.transport.wire import AddRequest, Facts
+from glm5.engine.transport.wire import AddRequest, EngineInfo
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -129,15 +129,15 @@ def _ids(prompt: Any) -> list[int] | None:
 class RequestBuilder:
     """Checks requests against an engine's facts, and builds their messages. Thread-safe."""
 
-    def __init__(self, facts: Facts, tokenizer: Tokenizer | None, eos_ids: Sequence[int]):
-        self.facts, self.tokenizer, self.eos_ids = facts, tokenizer, frozenset(eos_ids)
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, eos_ids: Sequence[int]):
+        self.info, self.tokenizer, self.eos_ids = info, tokenizer, frozenset(eos_ids)
         self._limits = SchedulerConfig(
-            page_size=facts.page_size,
-            num_pages=facts.num_pages,
-            max_num_seqs=facts.max_num_seqs,
-            max_tokens_per_step=facts.max_num_batched_tokens,
-            max_model_len=facts.max_model_len,
-            max_depth=facts.max_depth,
+            page_size=info.page_size,
+            num_pages=info.num_pages,
+            max_num_seqs=info.max_num_seqs,
+            max_tokens_per_step=info.max_num_batched_tokens,
+            max_model_len=info.max_model_len,
+            max_depth=info.max_depth,
         )
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams, options: Options) -> list[int]:
@@ -146,7 +146,7 @@ class RequestBuilder:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is {params!r:.60}; allowed: a SamplingParams", param="sampling_params")
         options.check()
-        vocab_size = self.facts.vocab_size
+        vocab_size = self.info.vocab_size
         ids = _ids(prompt_ids)
         if ids is None:
             raise RequestError(f"the prompt is {prompt_ids!r:.60}; allowed: token ids", param="prompt")
@@ -168,7 +168,7 @@ class RequestBuilder:
                 raise RequestError(f"{what} need a tokenizer, and this engine has none", param=name)
         if params.structured_outputs is not None and find_spec("xgrammar") is None:
             raise MissingExtra("structured_outputs need the package 'xgrammar': run  pip install 'glm5[grammar]'")
-        if options.routed_experts and not self.facts.routed_experts:
+        if options.routed_experts and not self.info.routed_experts:
             raise RequestError(
                 "routed_experts are not recorded by this engine; start it with enable_return_routed_experts",
                 param="routed_experts",
@@ -197,12 +197,12 @@ class RequestBuilder:
             not_before=not_before,
             priority=options.priority,
             salt=options.cache_salt.encode(errors="surrogatepass"),
-            max_depth=None if depth is None else min(depth, self.facts.max_depth),
+            max_depth=None if depth is None else min(depth, self.info.max_depth),
             routed_experts=options.routed_experts,
         )
 
     def _cut(self, ids: list[int], truncate: int | None) -> list[int]:
-        most = self.facts.max_model_len - 1 if truncate == -1 else truncate
+        most = self.info.max_model_len - 1 if truncate == -1 else truncate
         return ids if most is None else ids[-most:]
 
     def _plain(self, params: SamplingParams, prompt_ids: Sequence[int]) -> SamplingParams:
@@ -224,7 +224,7 @@ class RequestBuilder:
         return self.tokenizer.id_of(THINK_END) if ends_in_reasoning(prompt_ids, self.tokenizer) else None
 
     def _max_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        room = max(1, self.facts.max_model_len - len(prompt_ids))
+        room = max(1, self.info.max_model_len - len(prompt_ids))
         return min(room, params.max_tokens or room)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:

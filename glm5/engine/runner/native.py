@@ -111,12 +111,12 @@ class NativeLayer:
     def __call__(
         self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
     ) -> tuple[Tensor, Selection] | None:
-        if rope.turn_TR2 is None or not isinstance(view, StepView):
+        if rope.cis_TR2 is None or not isinstance(view, StepView):
             return None
         if (keys := view.host_keys(self.layer_idx)) is None:
             return None
         given_TK = None if selection is None else selection.keys_TK
-        y_TD, keys_TK = self._run(x_TD, rope.turn_TR2, keys, given_TK, is_given=selection is not None)
+        y_TD, keys_TK = self._run(x_TD, rope.cis_TR2, keys, given_TK, is_given=selection is not None)
         return y_TD, Selection(keys_TK) if selection is None else selection
 
 

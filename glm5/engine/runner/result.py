@@ -34,11 +34,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Log-probabilities of the tokens that follow the rows of a chunk, and of `num_likeliest` tokens for each row."""
+    """Log-probabilities of the tokens that follow the rows of a chunk, and of `num_logprobs` tokens for each row."""
 
     token_S: Tensor
     found: Logprobs
-    num_likeliest: int
+    num_logprobs: int
 
 
 @dataclass
@@ -138,7 +138,7 @@ def _result(pending: Pending) -> StepResult:
             result.logprobs[seq_id] = rows.of(ids, place, pending.shown[seq_id])
     for seq_id, prompt in pending.prompt_logprobs.items():
         entries = _entries(prompt.found)
-        result.prompt_logprobs[seq_id] = entries.of(prompt.token_S.tolist(), 0, prompt.num_likeliest)
+        result.prompt_logprobs[seq_id] = entries.of(prompt.token_S.tolist(), 0, prompt.num_logprobs)
     if pending.expert_ids_T is not None:
         counts_of = dict(zip((item.seq_id for item in pending.sampling), counts, strict=False))
         for item, first in pending.routed:
@@ -155,15 +155,15 @@ class _Entries:
     tempered: Sequence[float]
     rank: Sequence[int]
     likeliest: Sequence[list[int]]
-    likeliest_logprob: Sequence[list[float]]
-    likeliest_tempered: Sequence[list[float]]
+    top_logprob: Sequence[list[float]]
+    top_tempered: Sequence[list[float]]
 
-    def of(self, token_ids: list[int], first: int, num_likeliest: int) -> list[TokenLogprobs]:
+    def of(self, token_ids: list[int], first: int, num_logprobs: int) -> list[TokenLogprobs]:
         """Entries of the rows from `first` on, one a token."""
         entries: list[TokenLogprobs] = []
         for row, token_id in enumerate(token_ids, start=first):
-            columns = self.likeliest[row], self.likeliest_logprob[row], self.likeliest_tempered[row]
-            best = zip(*(column[:num_likeliest] for column in columns), strict=True)
+            columns = self.likeliest[row], self.top_logprob[row], self.top_tempered[row]
+            best = zip(*(column[:num_logprobs] for column in columns), strict=True)
             entries.append(TokenLogprobs(token_id, self.logprob[row], self.tempered[row], self.rank[row], list(best)))
         return entries
 
@@ -173,9 +173,9 @@ def _entries(found: Logprobs) -> _Entries:
         found.logprob_T.tolist(),
         found.tempered_T.tolist(),
         found.rank_T.tolist(),
-        found.likeliest_TU.tolist(),
-        found.likeliest_logprob_TU.tolist(),
-        found.likeliest_tempered_TU.tolist(),
+        found.top_token_TU.tolist(),
+        found.top_logprob_TU.tolist(),
+        found.top_tempered_TU.tolist(),
     )
 
 

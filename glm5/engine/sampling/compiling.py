@@ -1,8 +1,8 @@
 """Grammars compiled off the step's path: a few threads, a cache, a bound on size and one on time.
 
-A request asks (`Compiler.compile`) and polls (`Compilation.ready`) until it has a grammar or a reason why not. One that
-is stuck in a hostile grammar keeps nobody waiting: not its request, which is refused after `timeout_s`, not those with
-other grammars (`workers`), and not the process's end.
+A request starts a compilation (`Compiler.compile`) and polls it (`Compilation.ready`) until there is a grammar or an
+error. A hostile grammar that never finishes blocks nothing: its request is refused after `timeout_s`, other grammars
+compile in other threads (`workers`), and the process can end.
 """
 
 import json
@@ -34,7 +34,7 @@ _OPERATOR = re.compile(r"[*+?{]")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\n]*', re.DOTALL)
 _CONTENT_OF = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}  # in a structural tag
 _MAX_GRAMMARS = 1024  # in the cache
-_MAX_WAITING = 256  # that nobody has begun to compile
+_MAX_WAITING = 256  # that are not being compiled yet
 _MAX_WHITESPACE = 64  # between two JSON tokens: enough to indent, and a model cannot go on for ever
 _CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 _NO_TEXT = b"\xff"  # begins no character in UTF-8
@@ -47,7 +47,7 @@ class Vocabulary:
     """What tokens spell: `bytes_of(id)` for ids below `size`, empty for control tokens, which no grammar lets through.
 
     `size` is the model's, `eos_ids` are the tokens that end an answer once its grammar is complete. `is_markup`: tokens
-    that are tags to whoever reads the answer. A grammar that does not spell one lets none of them through as text.
+    that parsers of the answer read as tags. A grammar that does not name such a token never allows it as text.
     """
 
     size: int
@@ -58,7 +58,7 @@ class Vocabulary:
 
 @dataclass(eq=False)
 class _Job:
-    """`waiters`: who has not gone; a job that nobody waits for is not begun."""
+    """`waiters`: compilations still in use; a job without waiters is not started."""
 
     wanted: StructuredOutputsParams
     future: "Future[Any]" = field(default_factory=Future)
@@ -66,15 +66,15 @@ class _Job:
 
 
 class Compilation:
-    """A grammar on its way; `tend` is called while it is waited for. Who does not want it any more forgets it."""
+    """A grammar that is being compiled; each poll calls `refill`. To cancel it, drop the last reference."""
 
-    def __init__(self, future: Future[Any], timeout_s: float, tend: Callable[[], None] = lambda: None) -> None:
-        self._future, self._timeout_s, self._tend = future, timeout_s, tend
+    def __init__(self, future: Future[Any], timeout_s: float, refill: Callable[[], None] = lambda: None) -> None:
+        self._future, self._timeout_s, self._refill = future, timeout_s, refill
         self._deadline = time.monotonic() + timeout_s
 
     def ready(self) -> bool:
         """Whether `result` answers at once."""
-        self._tend()
+        self._refill()
         return self._future.done() or time.monotonic() >= self._deadline
 
     def wait(self, timeout_s: float) -> None:
@@ -114,7 +114,7 @@ class Compiler:
         self._joining = threading.Lock()  # a job is either joined, or given up
 
     def compile(self, wanted: StructuredOutputsParams, salt: bytes = b"") -> Compilation:
-        """Start compiling, or join whoever of the same salt does: how long it takes says what others have asked for.
+        """Start compiling, or join a job of the same salt only: its duration would reveal other tenants' grammars.
         Raises RequestError while too many wait."""
         if self._workers is None:
             self._workers = self._new_workers()
@@ -126,7 +126,7 @@ class Compiler:
                 raise _refusal(f"cannot be compiled now, as {_MAX_WAITING} others wait for it; try again later")
             if job is None or begins:
                 job = self._grammars[key] = _Job(wanted)
-            compilation = Compilation(job.future, self._timeout_s, workers.tend)
+            compilation = Compilation(job.future, self._timeout_s, workers.refill)
             job.waiters.add(compilation)
         if begins:
             workers.put(job)
@@ -165,7 +165,7 @@ class Compiler:
             job.future.set_result(self._compiled(job.wanted))
         except GlmError as error:
             job.future.set_exception(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the request's to hear, and ends nobody else
+        except Exception as error:  # noqa: BLE001 - any error fails only this request
             job.future.set_exception(_refusal(f"is not understood: {_reason(error)}"))
 
     def _compiled(self, wanted: StructuredOutputsParams) -> Any:
@@ -221,9 +221,9 @@ def _compile(compiler: Any, wanted: StructuredOutputsParams) -> Any:
     return compiler.compile_structural_tag(wanted.text)
 
 
-def _tokenizer_info(xgrammar: ModuleType, vocabulary: Vocabulary, escaping: bool, markup_apart: bool) -> Any:
+def _tokenizer_info(xgrammar: ModuleType, vocabulary: Vocabulary, escaping: bool, separate_markup: bool) -> Any:
     """The vocabulary as xgrammar takes it. `escaping`: without tokens that hold a control character but line ends.
-    `markup_apart`: tags are no text; structural tags can still name them by id.
+    `separate_markup`: tags are no text; structural tags can still name them by id.
 
     xgrammar (0.2.8) lets strings of bounded length hold tabs and other control characters, all but line ends, as they
     are. No JSON may. Without the tokens it cannot be said; the price are tabs between JSON's tokens.
@@ -231,7 +231,7 @@ def _tokenizer_info(xgrammar: ModuleType, vocabulary: Vocabulary, escaping: bool
     if not vocabulary.eos_ids:
         raise _refusal("needs a model with an end token: nothing could follow a complete answer")
     spelled = [vocabulary.bytes_of(token_id) for token_id in range(vocabulary.size)]
-    if markup_apart:
+    if separate_markup:
         spelled = [_NO_TEXT + spelling if vocabulary.is_markup(i) else spelling for i, spelling in enumerate(spelled)]
     if escaping:
         spelled = [b"" if _CONTROL.search(spelling) else spelling for spelling in spelled]

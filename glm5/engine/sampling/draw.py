@@ -50,10 +50,8 @@ class Vocabulary:
         """z is -inf for the tokens that top_k and then top_p leave out."""
         z_TW.masked_fill_(_dropped(z_TW, top_k_T, top_p_T), -torch.inf)
 
-    def logprobs(
-        self, logits_TW: Tensor, token_T: Tensor, drawn_from_TW: Tensor | None, num_likeliest: int
-    ) -> Logprobs:
-        return logprobs(logits_TW, token_T, drawn_from_TW, num_likeliest)
+    def logprobs(self, logits_TW: Tensor, token_T: Tensor, drawn_from_TW: Tensor | None, num_logprobs: int) -> Logprobs:
+        return logprobs(logits_TW, token_T, drawn_from_TW, num_logprobs)
 
 
 def kept(logits_TW: Tensor, best: Best, numbers: Numbers, features: int, vocabulary: Vocabulary) -> Tensor:
@@ -135,5 +133,5 @@ def _descending(z_TW: Tensor) -> Tensor:
     """Values of each row, largest first."""
     if z_TW.device.type != "cpu":
         return z_TW.sort(dim=-1, descending=True).values
-    # Which of equals comes first is nobody's business here, and NumPy's vector sort of values is 25 times faster.
+    # The order of equal values does not matter here, and NumPy's vector sort of values is 25 times faster.
     return torch.from_numpy(np.sort(-z_TW.numpy(), axis=-1)).neg_()

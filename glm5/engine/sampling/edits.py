@@ -49,7 +49,7 @@ def edited(
     if features & Feature.PERMITTED:
         _keep_permitted(logits_TW, tables.bitmask_Y[rows.slot_T, rows.offset_T], first or 0)
     if features & Feature.BAD_WORDS:
-        _bar_bad_words(logits_TW, rows, assumed_T, tables, first)
+        _mask_bad_words(logits_TW, rows, assumed_T, tables, first)
     if features & Feature.BIASES:
         _add_biases(logits_TW, rows, tables, first)
     if features & Feature.PENALTIES:
@@ -82,7 +82,7 @@ def _within(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return place.clamp(0, count - 1), (place >= 0) & (place < count)
 
 
-def _bar_bad_words(
+def _mask_bad_words(
     logits_TW: Tensor, rows: Rows, assumed_T: Tensor | None, tables: SlotTables, first: int | None
 ) -> None:
     """-inf for the last token of each bad word whose other tokens the row's output ends with."""

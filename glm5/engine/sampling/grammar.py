@@ -25,8 +25,8 @@ class Matcher:
 
     `starts_after`: the grammar holds from the token after this one on, such as `</think>`; None: from the first.
     Until then anything may come but `not_before`, and after `budget` tokens nothing but `starts_after`. Without
-    `compiled` anything may follow it. After the end token everything is allowed: what is drawn then is nobody's.
-    `is_slow`: a single call took so long that everybody had to wait for it; some grammars are made to.
+    `compiled` anything may follow it. After the end token everything is allowed, because later tokens are discarded.
+    `is_slow`: a single call took so long that it delayed all requests; some grammars are made to.
     """
 
     def __init__(

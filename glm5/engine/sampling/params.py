@@ -94,7 +94,7 @@ class StructuredOutputsParams:
     text: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        asked = {
+        constraints = {
             "json": self.json,
             "regex": self.regex,
             "choice": self.choice,
@@ -102,17 +102,17 @@ class StructuredOutputsParams:
             "json_object": self.json_object or None,
             "structural_tag": self.structural_tag,
         }
-        kinds = [kind for kind, value in asked.items() if value is not None]
+        kinds = [kind for kind, value in constraints.items() if value is not None]
         if len(kinds) != 1:
             raise RequestError(
-                f"structured_outputs has {kinds or 'no constraint'}; allowed: exactly one of {list(asked)}",
+                f"structured_outputs has {kinds or 'no constraint'}; allowed: exactly one of {list(constraints)}",
                 param="structured_outputs",
             )
         if not isinstance(self.disable_any_whitespace, bool):
             raise _refusal("structured_outputs.disable_any_whitespace", self.disable_any_whitespace, "true or false")
         kind = kinds[0]
         object.__setattr__(self, "kind", kind)
-        object.__setattr__(self, "text", _as_text(kind, asked[kind]))
+        object.__setattr__(self, "text", _as_text(kind, constraints[kind]))
 
     def plain(self) -> StructuredOutputsParams:
         """The same, with nothing in it that only Python could write down: parsed JSON holds numbers and keys of any

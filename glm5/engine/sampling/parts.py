@@ -54,9 +54,7 @@ class VocabShard(Vocabulary):
         for rows in (slice(first, first + num_rows) for first in range(0, len(z_TW), num_rows)):
             z_TW[rows].masked_fill_(_dropped(z_TW[rows], top_k_T[rows], top_p_T[rows], self), -torch.inf)
 
-    def logprobs(
-        self, logits_TW: Tensor, token_T: Tensor, drawn_from_TW: Tensor | None, num_likeliest: int
-    ) -> Logprobs:
+    def logprobs(self, logits_TW: Tensor, token_T: Tensor, drawn_from_TW: Tensor | None, num_logprobs: int) -> Logprobs:
         logits_TW = logits_TW.float()
         drawn_from_TW = logits_TW if drawn_from_TW is None else drawn_from_TW
         place_T = token_T - self.first
@@ -71,7 +69,7 @@ class VocabShard(Vocabulary):
         logprob_TW = logits_TW - whole_T[:, None]
         logprob_T = chosen_T - whole_T
         num_above_T = (logprob_TW > logprob_T[:, None]).sum(dim=-1)
-        count = min(num_likeliest, self.size)
+        count = min(num_logprobs, self.size)
         columns = [num_above_T[:, None]]
         if count:
             chosen_TU = top_k(logprob_TW, count).long().clamp_min_(0)
@@ -84,7 +82,7 @@ class VocabShard(Vocabulary):
             bins_by_rank[..., 1 + k * count : 1 + (k + 1) * count].transpose(0, 1).flatten(1).float() for k in range(3)
         )
         best = values_TU.sort(dim=-1, descending=True, stable=True)
-        first_TU = best.indices[:, :num_likeliest]
+        first_TU = best.indices[:, :num_logprobs]
         return Logprobs(
             logprob_T,
             drawn_T - tempered_T,

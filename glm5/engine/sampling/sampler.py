@@ -29,7 +29,7 @@ _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's
 
 @dataclass
 class Sampled:
-    """Tokens int64 [T]; rows without a valid token (all barred, or NaN), bool [T]; log-probabilities if asked."""
+    """Tokens int64 [T]; rows without a valid token (all barred, or NaN), bool [T]; log-probabilities if requested."""
 
     token_T: Tensor
     no_valid_token_T: Tensor
@@ -105,15 +105,15 @@ class Sampler:
         wanted = ~_UNKNOWN_AHEAD if drafting else _ALL
         features = (self.tables.features_of(rows.slots) if features is None else features) & wanted
         shown = features & Feature.LOGPROBS
-        num_likeliest = self.tables.num_likeliest_of(rows.slots) if shown else 0
+        num_logprobs = self.tables.num_logprobs_of(rows.slots) if shown else 0
         step = max(1, _CACHED // vocab_size) if logits_TW.device.type == "cpu" else num_rows
         if num_rows <= step:
-            return self._sample(logits_TW, rows, drafts_Y, features, num_likeliest)
+            return self._sample(logits_TW, rows, drafts_Y, features, num_logprobs)
         spans = [slice(first, first + step) for first in range(0, num_rows, step)]
         parts = ((logits_TW[span], rows[span]) for span in spans)
         # Each part does its own rows' work.
         selected = ((logits, part, self.tables.features_of(part.slots) & features | shown) for logits, part in parts)
-        return _joined(self._sample(logits, part, drafts_Y, work, num_likeliest) for logits, part, work in selected)
+        return _joined(self._sample(logits, part, drafts_Y, work, num_logprobs) for logits, part, work in selected)
 
     def _sample(
         self,
@@ -121,14 +121,14 @@ class Sampler:
         rows: Rows,
         drafts_Y: Tensor | None,
         features: int,
-        num_likeliest: int,
+        num_logprobs: int,
     ) -> Sampled:
         part, vocabulary = self.part, self.vocabulary
         if not features and part is None:
             return Sampled(*best_token(logits_TW), None)
         edited_TW = edited(logits_TW, rows, drafts_Y, self.tables, features, part and part.first)
         best = vocabulary.best(edited_TW)
-        token_T, drawn_from_TW = best.token_T, self._uncut(edited_TW, rows, features)
+        token_T, drawn_from_TW = best.token_T, self._untruncated(edited_TW, rows, features)
         if features & Feature.RANDOM:
             numbers = self.tables.numbers_of(rows.slot_T)
             z_TW = kept(edited_TW, best, numbers, features, vocabulary)
@@ -137,16 +137,16 @@ class Sampler:
             token_T = race(z_TW, best, rows.position_T, numbers, vocabulary)
         found = None
         if features & Feature.LOGPROBS:
-            found = vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_likeliest)
+            found = vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_logprobs)
         return Sampled(token_T, best.value_T.isfinite().logical_not_(), found)
 
-    def logprobs(self, logits_TW: Tensor, token_T: Tensor, num_likeliest: int, temperature: float) -> Logprobs:
+    def logprobs(self, logits_TW: Tensor, token_T: Tensor, num_logprobs: int, temperature: float) -> Logprobs:
         """`logprobs` of tokens that are given, not drawn; `temperature` 0 counts as 1."""
         drawn_from_TW = None if temperature in (0, 1) else logits_TW.float() / temperature
-        return self.vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_likeliest)
+        return self.vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_logprobs)
 
-    def _uncut(self, edited_TW: Tensor, rows: Rows, features: int) -> Tensor | None:
-        """What tokens would be drawn from if nothing were cut; None where nobody asks, or it is the model's own."""
+    def _untruncated(self, edited_TW: Tensor, rows: Rows, features: int) -> Tensor | None:
+        """The distribution before top-k and top-p; None if it is not needed, or is the model's own."""
         if not features & Feature.LOGPROBS or not features & (Feature.TEMPERED | EDITS | CUTS):
             return None
         return drawn_from(edited_TW, self.tables.numbers_of(rows.slot_T)("temperature"), None)

@@ -107,9 +107,9 @@ def _complaints(here: Mapping[str, Any], root: Any) -> Iterator[tuple[str, str]]
         return
     kinds = _kinds(here)
     for owners, keywords in _OWNERS.items():
-        stray = [keyword for keyword in keywords if keyword in here and "type" not in here and not owners & kinds]
-        if stray:
-            yield stray[0], f'is only enforced where "type" says {" or ".join(sorted(owners))}; add the type'
+        unenforced = [keyword for keyword in keywords if keyword in here and "type" not in here and not owners & kinds]
+        if unenforced:
+            yield unenforced[0], f'is only enforced where "type" says {" or ".join(sorted(owners))}; add the type'
     yield from _number_complaints(here, kinds)
     yield from _string_complaints(here)
     if here.get("uniqueItems") and here.get("maxItems", 2) > 1:
@@ -123,11 +123,11 @@ def _complaints(here: Mapping[str, Any], root: Any) -> Iterator[tuple[str, str]]
 
 def _choice_complaints(here: Mapping[str, Any], choosers: list[str], root: Any) -> Iterator[tuple[str, str]]:
     chooser = choosers[0]
-    stray = [*choosers[1:], *(keyword for keyword in _ASSERTIONS if keyword in here)]
+    unenforced = [*choosers[1:], *(keyword for keyword in _ASSERTIONS if keyword in here)]
     if chooser not in ("const", "enum") and "type" in here:
-        stray.append("type")
-    if stray:
-        yield stray[0], f"is not enforced beside {chooser}; move it into the schema there"
+        unenforced.append("type")
+    if unenforced:
+        yield unenforced[0], f"is not enforced beside {chooser}; move it into the schema there"
     if chooser == "allOf" and len(here["allOf"]) != 1:
         yield "allOf", f"has {len(here['allOf'])} schemas; allowed: 1, merge them"
     if chooser == "oneOf" and len(here["oneOf"]) > _MAX_ALTERNATIVES:
@@ -260,11 +260,11 @@ def _chooses(here: Mapping[str, Any]) -> list[str]:
 def _disjoint(alternatives: Any) -> bool:
     """Whether no value can be of two of the alternatives, as far as one can see."""
     return all(
-        _apart(first, second) for index, first in enumerate(alternatives) for second in alternatives[index + 1 :]
+        _are_disjoint(first, second) for index, first in enumerate(alternatives) for second in alternatives[index + 1 :]
     )
 
 
-def _apart(first: Any, second: Any) -> bool:
+def _are_disjoint(first: Any, second: Any) -> bool:
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
         return False
     kinds = [_kinds(side) | ({"integer"} if "number" in _kinds(side) else set()) for side in (first, second)]
@@ -276,7 +276,7 @@ def _apart(first: Any, second: Any) -> bool:
     if not kinds[0] == kinds[1] == {"object"}:
         return False
     shared = set(first.get("required", ())) & set(second.get("required", ()))
-    return any(_apart(*(side.get("properties", {}).get(name) for side in (first, second))) for name in shared)
+    return any(_are_disjoint(*(side.get("properties", {}).get(name) for side in (first, second))) for name in shared)
 
 
 def _key(value: Any) -> Any:

@@ -92,21 +92,21 @@ class SlotTables:
         self.tail_YU = table(tail_len, dtype=torch.int32, fill=NO_TOKEN)
         self.bitmask_Y = table(num_rows, -(-vocab_size // 32), dtype=torch.int32, fill=-1)
         self._features = np.zeros(S, dtype=np.int64)
-        self._asked: tuple[NDArray[np.int64], int] | None = None
+        self._cached: tuple[NDArray[np.int64], int] | None = None
         self._num_biases = np.zeros(S, dtype=np.int64)
         self._num_bad_words = np.zeros(S, dtype=np.int64)
         self._bad_word_len = np.zeros(S, dtype=np.int64)
-        self._num_likeliest = np.zeros(S, dtype=np.int64)
+        self._num_logprobs = np.zeros(S, dtype=np.int64)
         self._allowed: dict[int, NDArray[np.int32]] = {}
 
     def features_of(self, slots: NDArray[np.int64]) -> int:
         """Work that any of the slots needs: bits of `Feature`."""
-        if self._asked is None or self._asked[0] is not slots:  # decoding asks of the same slots, step after step
-            self._asked = slots, int(np.bitwise_or.reduce(self._features[slots], initial=0))
-        return self._asked[1]
+        if self._cached is None or self._cached[0] is not slots:  # decoding asks of the same slots, step after step
+            self._cached = slots, int(np.bitwise_or.reduce(self._features[slots], initial=0))
+        return self._cached[1]
 
-    def num_likeliest_of(self, slots: NDArray[np.int64]) -> int:
-        return int(self._num_likeliest[slots].max(initial=0))
+    def num_logprobs_of(self, slots: NDArray[np.int64]) -> int:
+        return int(self._num_logprobs[slots].max(initial=0))
 
     def num_biases_of(self, slots: NDArray[np.int64]) -> int:
         return int(self._num_biases[slots].max(initial=0))
@@ -130,8 +130,8 @@ class SlotTables:
             self._neutralize(placement.slot)
         features = [placement.features for placement in placements]
         self._features[slots] = features
-        self._asked = None
-        self._num_likeliest[slots] = [placement.params.logprobs or 0 for placement in placements]
+        self._cached = None
+        self._num_logprobs[slots] = [placement.params.logprobs or 0 for placement in placements]
         index = self._upload(slots)
         columns = [_columns(placement) for placement in placements]
         floats = np.array([[column[name] for name in _FLOATS] for column in columns], dtype=np.float32)

@@ -20,7 +20,7 @@ _NICENESS = 5  # of a slow thread: it gets a third of what others get
 
 
 class Workers(Generic[Job]):
-    """`run` is called with each job, in order, on some thread; it may not raise. Any thread may `put` and `tend`."""
+    """`run` is called with each job, in order, on some thread; it may not raise. Any thread may `put` and `refill`."""
 
     def __init__(self, run: Callable[[Job], None], *, num_threads: int, max_slow: int, slow_s: float) -> None:
         self._run, self._num_threads, self._max_slow, self._slow_s = run, num_threads, max_slow, slow_s
@@ -34,21 +34,21 @@ class Workers(Generic[Job]):
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that nobody has begun."""
+        """Jobs that no thread has started."""
         return len(self._jobs)
 
     def put(self, job: Job) -> None:
         with self._changed:
             self._jobs.append(job)
             self._changed.notify()
-        self.tend()
+        self.refill()
 
-    def tend(self) -> None:
+    def refill(self) -> None:
         """Start threads where there are too few. Whoever waits for a job calls this now and then."""
         with self._changed:
             slow = {thread for thread in self._since if self._is_slow(thread)}
             for thread in slow - self._behind:
-                _step_back(thread)
+                _lower_priority(thread)
             self._behind |= slow
             missing = self._num_threads + len(self._behind) - len(self.threads)
             for _ in range(min(missing, self._max_slow + self._num_threads - len(self.threads))):
@@ -69,14 +69,14 @@ class Workers(Generic[Job]):
         thread = threading.current_thread()
         while (job := self._next(thread)) is not None:
             self._run(job)
-            del job  # nobody may be waiting for it any more
+            del job  # this may be the last reference to it
             with self._changed:
                 del self._since[thread]
         with self._changed:
             self.threads.remove(thread)
             self._behind.discard(thread)
             if self._jobs:
-                self.tend()
+                self.refill()
 
     def _next(self, thread: threading.Thread) -> Job | None:
         """None: this thread is to end, as another has taken its place or nothing more will come."""
@@ -89,7 +89,7 @@ class Workers(Generic[Job]):
             return self._jobs.popleft()
 
 
-def _step_back(thread: threading.Thread) -> None:
+def _lower_priority(thread: threading.Thread) -> None:
     if sys.platform == "linux" and thread.native_id is not None:  # where a thread has a priority of its own
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread.native_id, _NICENESS)

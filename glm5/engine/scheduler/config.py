@@ -51,7 +51,7 @@ class SchedulerConfig:
     max_prompt_tokens: int | None = None
     """The most prompt tokens in a step in which other sequences decode, until `SetPromptShare` changes it. It
     bounds the time that decoding sequences wait for the step."""
-    whole_prompt: int = 0
+    full_prompt: int = 0
     """Prompts of up to this many tokens are computed in one chunk. They get steps of their own if together they have at
     least half as many tokens: attention is several times as fast in a step that contains only full prompts
     (engine/runner/fused/fused_model.py). 0: no such steps."""
@@ -79,7 +79,7 @@ class SchedulerConfig:
         _check("max_tokens_per_step", self.max_tokens_per_step, enough, allowed)
         chunk = self.max_prompt_chunk
         _check("max_prompt_chunk", chunk, chunk is None or chunk >= 1, "None or at least 1")
-        _check("whole_prompt", self.whole_prompt, self.whole_prompt >= 0, "at least 0")
+        _check("full_prompt", self.full_prompt, self.full_prompt >= 0, "at least 0")
         limit = self.max_prompt_tokens
         _check("max_prompt_tokens", limit, limit is None or limit >= 1, "None or at least 1")
         _check("tiers", self.tiers, self.prefix_cache or not self.tiers, "only with prefix_cache")
@@ -87,14 +87,14 @@ class SchedulerConfig:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def most_of_prompts(self, limit: int | None) -> int:
+    def prompt_budget(self, limit: int | None) -> int:
         """The most prompt tokens in a step. `limit`: `max_prompt_tokens` if others decode in it, else None."""
         return self.max_tokens_per_step if limit is None else min(limit, self.max_tokens_per_step)
 
-    def most_of_whole(self, limit: int | None) -> int:
-        """The most tokens of a prompt that is computed in one chunk. `limit`: see `most_of_prompts`."""
-        most = self.most_of_prompts(limit)
-        return min(self.whole_prompt, most, self.max_prompt_chunk or most)
+    def full_prompt_limit(self, limit: int | None) -> int:
+        """The most tokens of a prompt that is computed in one chunk. `limit`: see `prompt_budget`."""
+        most = self.prompt_budget(limit)
+        return min(self.full_prompt, most, self.max_prompt_chunk or most)
 
     def max_len(self, submit: Submit) -> int:
         """The most tokens that a sequence can have. The last one is never computed."""

@@ -19,7 +19,7 @@ better priority, not merely earlier arrival, preempts running ones to be admitte
 **Never spinning.** A plan without items states what it waits for: results not yet read, copies, `Resume`, or requests.
 Anything else is an assertion error.
 
-**Full prompts in one step.** New prompts of up to `whole_prompt` tokens get steps of their own, at most every other
+**Full prompts in one step.** New prompts of up to `full_prompt` tokens get steps of their own, at most every other
 step while others decode, and only if together they have at least half as many tokens.
 
 **One prompt, several answers.** The first sequence of a request computes the prompt while the others are held back.
@@ -70,7 +70,7 @@ class Scheduler:
         self.page_manager = PageManager(config, identity)
         self.depth, self.max_prompt_tokens = config.max_depth, config.max_prompt_tokens
         self.next_step, self.is_paused = 0, False
-        self._was_whole = False  # the last step had only full prompts
+        self._was_full = False  # the last step had only full prompts
         # Each is sorted by rank. Running sequences are in one of the last two.
         self.waiting: list[Sequence] = []
         self.prompting: list[Sequence] = []
@@ -120,12 +120,12 @@ class Scheduler:
         if not self.is_paused:
             in_flight: list[InFlight] = []
             self._make_room_for_better(plan)
-            is_whole = self._plan_whole_prompts(plan, in_flight)
-            if not is_whole:
+            is_full = self._plan_full_prompts(plan, in_flight)
+            if not is_full:
                 is_short = self._plan_decodes(plan, in_flight)
                 # While pages are short, a sequence preempted for them would be admitted again at once.
                 self._plan_prompts(plan, in_flight, may_admit=not is_short)
-            self._was_whole = is_whole
+            self._was_full = is_full
             if plan.items:
                 self._unread.append((step, in_flight))
                 plan.bucket = self._bucket(plan)
@@ -281,15 +281,15 @@ class Scheduler:
         if self._youngest().rank[0] <= head.rank[0] or head.in_flight or self._must_hold(head):
             return
         running = self.running
-        worse = [seq for seq in running if seq.rank[0] > head.rank[0]]
-        while worse:
-            headroom = 0 if len(worse) == len(running) else self._headroom()
+        lower_priority = [seq for seq in running if seq.rank[0] > head.rank[0]]
+        while lower_priority:
+            headroom = 0 if len(lower_priority) == len(running) else self._headroom()
             found = self.page_manager.find(head, self._donor(head), headroom)
             if self._free_slots and not found.num_short:
                 return
-            if found.num_short > self.page_manager.exclusive_pages(worse):
+            if found.num_short > self.page_manager.exclusive_pages(lower_priority):
                 return
-            self._preempt(worse.pop(), plan)
+            self._preempt(lower_priority.pop(), plan)
             running = self.running
 
     def _plan_decodes(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
@@ -335,20 +335,20 @@ class Scheduler:
             self._preempt(youngest, plan)
         return min(drafts, seq.covered - seq.max_len) if seq.covered < seq.cap - 1 else drafts
 
-    def _plan_whole_prompts(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
+    def _plan_full_prompts(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
         """Plan a step that contains only full prompts, if it is their turn. Returns whether it did."""
         most = self.max_prompt_tokens if self.decoding else None
-        limit, budget = self.config.most_of_whole(most), self.config.most_of_prompts(most)
-        if self._was_whole and (self.decoding or any(not self._is_whole(seq, limit) for seq in self.prompting)):
+        limit, budget = self.config.full_prompt_limit(most), self.config.prompt_budget(most)
+        if self._was_full and (self.decoding or any(not self._is_full(seq, limit) for seq in self.prompting)):
             return False
-        if self.decoding and self._num_whole(limit, budget) < self.config.whole_prompt // 2:
+        if self.decoding and self._num_full(limit, budget) < self.config.full_prompt // 2:
             return False  # for so few tokens, an additional step costs more than faster attention gains
         chosen: list[Sequence] = []
         for seq in self.prompting:
-            if self._is_whole(seq, min(limit, budget)):
+            if self._is_full(seq, min(limit, budget)):
                 chosen.append(seq)
                 budget -= seq.goal
-        while self.waiting and self._would_be_whole(self.waiting[0], min(limit, budget)):
+        while self.waiting and self._would_be_full(self.waiting[0], min(limit, budget)):
             seq = self._admit_next(plan)
             if seq is None:
                 break
@@ -358,9 +358,9 @@ class Scheduler:
             self._plan_chunk(seq, seq.goal, plan, in_flight)
         return bool(chosen)
 
-    def _num_whole(self, limit: int, budget: int) -> int:
+    def _num_full(self, limit: int, budget: int) -> int:
         """Tokens of prompts that could be computed in one chunk; it stops counting at `budget`."""
-        count = sum(seq.goal for seq in self.prompting if self._is_whole(seq, limit))
+        count = sum(seq.goal for seq in self.prompting if self._is_full(seq, limit))
         for seq in self.waiting:
             if count >= budget or len(seq.tokens) > limit:
                 break
@@ -368,10 +368,10 @@ class Scheduler:
         return count
 
     @staticmethod
-    def _is_whole(seq: Sequence, limit: int) -> bool:
+    def _is_full(seq: Sequence, limit: int) -> bool:
         return seq.restore is None and not seq.computed and seq.goal <= limit
 
-    def _would_be_whole(self, seq: Sequence, limit: int) -> bool:
+    def _would_be_full(self, seq: Sequence, limit: int) -> bool:
         """Whether a waiting prompt could be computed in one chunk: nothing of it is cached or shared."""
         if len(seq.tokens) > limit or self._must_hold(seq) or (donor := self._donor(seq)) is not None:
             return False
@@ -380,15 +380,15 @@ class Scheduler:
 
     def _plan_prompts(self, plan: StepPlan, in_flight: list[InFlight], *, may_admit: bool) -> None:
         """Split the rest of the budget among prompts: at most half of a step for each, then the remainder to one."""
-        most = self.config.most_of_prompts(self.max_prompt_tokens if plan.items else None)
+        most = self.config.prompt_budget(self.max_prompt_tokens if plan.items else None)
         budget = min(self.config.max_tokens_per_step - plan.num_tokens, most)
         # Prompts of up to `left` tokens are left to the next step.
-        left = self.config.most_of_whole(self.max_prompt_tokens) if self._was_whole and plan.items else 0
+        left = self.config.full_prompt_limit(self.max_prompt_tokens) if self._was_full and plan.items else 0
         chunk = self.config.max_prompt_chunk or budget
         half = min(chunk, max(1, most // 2))
         shares: list[tuple[Sequence, int]] = []
         for seq in self.prompting:
-            if budget and seq.restore is None and not self._is_whole(seq, left):
+            if budget and seq.restore is None and not self._is_full(seq, left):
                 shares.append((seq, min(seq.goal - seq.computed, half, budget)))
                 budget -= shares[-1][1]
         while may_admit and budget and self.waiting and len(self.waiting[0].tokens) > left:
@@ -492,7 +492,7 @@ class Scheduler:
         """What a plan without items waits for."""
         if self._unread:
             return "results"
-        if self.page_manager.transfers.num_under_way:
+        if self.page_manager.transfers.num_in_flight:
             return "copies"
         if self.is_paused:
             return "pause"

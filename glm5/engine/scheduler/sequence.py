@@ -43,12 +43,12 @@ class Restore:
     num_held: int
     tiers: list[Tier]
     is_again: bool
-    num_under_way: int = 0
+    num_in_flight: int = 0
     copy_ids: list[int] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
-        return not self.pending and not self.num_under_way
+        return not self.pending and not self.num_in_flight
 
 
 class Sequence:

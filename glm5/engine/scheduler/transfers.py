@@ -49,7 +49,7 @@ class Transfers:
         return bool(self._loads or self._stores or self._to_store or self._restores or self._cancelled)
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         return len(self._loads) + len(self._stores)
 
     def restore(self, pages: list[tuple[int, PageKey, int]], num_held: int, *, is_again: bool) -> Restore:
@@ -80,7 +80,7 @@ class Transfers:
                 continue
             index, key, page = restore.pending.popleft()
             self._loads[self._next_id] = _Load(restore, index, key.digest, page)
-            restore.num_under_way += 1
+            restore.num_in_flight += 1
             restore.copy_ids.append(self._next_id)
             plan.loads.append(self._copy(key, page))
         while self._to_store and len(self._stores) < self.max_stores:
@@ -98,7 +98,7 @@ class Transfers:
         if (load := self._loads.pop(copy_id, None)) is not None:
             self.pool.unref(load.page)
             restore = load.restore
-            restore.num_under_way -= 1
+            restore.num_in_flight -= 1
             restore.copy_ids.remove(copy_id)
             if tier is None:
                 self.tier_of.pop(load.digest, None)

@@ -32,7 +32,7 @@ Tier = Literal["host", "disk"]
 # The most blocks of the host tier that may wait for their file: they must be flushed at exit.
 MAX_WAITING_WRITES = 256
 # How long `clear` waits for files being written; a disk that hangs longer may write some after it.
-CLEAR_PATIENCE_S = 5.0
+CLEAR_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class CopyQueue:
         """Drop all pages that are not being copied; delete files of this layout, including other processes'."""
         with self._changed:
             self._drop_writes()
-            self._changed.wait_for(lambda: not self._num_writing, CLEAR_PATIENCE_S)
+            self._changed.wait_for(lambda: not self._num_writing, CLEAR_TIMEOUT_S)
         self.host.clear()
         if self.disk is not None:
             self.disk.clear()
@@ -173,7 +173,7 @@ class CopyQueue:
 
     def stats(self) -> dict[str, int]:
         """Counters and sizes for the metrics."""
-        figures = asdict(self.counts) | {
+        stats = asdict(self.counts) | {
             "in_flight": len(self._copies),
             "host_leased": self.host.num_leased,
             "host_pages": len(self.host),
@@ -181,14 +181,14 @@ class CopyQueue:
             "host_evicted": self.host.num_evicted,
         }
         if self.disk is not None:
-            figures |= {
+            stats |= {
                 "disk_files": len(self.disk),
                 "disk_bytes": self.disk.num_bytes,
                 "disk_evicted": self.disk.num_evicted,
                 "disk_damaged": self.disk.num_damaged,
                 "disk_is_writable": int(self.disk.is_writable),
             }
-        return figures
+        return stats
 
     def flush(self, timeout_s: float) -> bool:
         """Wait for all copies and files, at most `timeout_s`. False if some are still under way then."""

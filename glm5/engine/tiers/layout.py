@@ -22,13 +22,13 @@ class PageLayout:
     fingerprint: bytes
 
     @classmethod
-    def of(cls, page_size: int, parts: Mapping[str, int], facts: Mapping[str, object]) -> "PageLayout":
-        """A layout whose fingerprint covers its parts and `facts` (JSON values).
+    def of(cls, page_size: int, parts: Mapping[str, int], info: Mapping[str, object]) -> "PageLayout":
+        """A layout whose fingerprint covers its parts and `info` (JSON values).
 
         Facts are everything that decides whether another process may use a page: architecture, dtypes, weights, and
         what changes keys in the last bit (device, kernels, deterministic mode).
         """
-        everything = json.dumps([page_size, list(parts.items()), dict(facts)], sort_keys=True)
+        everything = json.dumps([page_size, list(parts.items()), dict(info)], sort_keys=True)
         digest = blake2b(everything.encode(), digest_size=FINGERPRINT_BYTES, person=b"glm5 page layout")
         return cls(page_size, tuple(parts.items()), digest.digest())
 

@@ -31,13 +31,13 @@ class PageIO(Protocol):
         ...
 
 
-def layout_of(parts: Mapping[str, Tensor], facts: Mapping[str, object]) -> PageLayout:
-    """Layout of the pages of tensors [P, Z, ...]. `facts` as for `PageLayout.of`; dtypes and shapes are added."""
+def layout_of(parts: Mapping[str, Tensor], info: Mapping[str, object]) -> PageLayout:
+    """Layout of the pages of tensors [P, Z, ...]. `info` as for `PageLayout.of`; dtypes and shapes are added."""
     sizes = {name: part[0].numel() * part.element_size() for name, part in parts.items()}
     shapes = {name: [str(part.dtype), *part.shape[1:]] for name, part in parts.items()}
     page_sizes = {part.shape[1] for part in parts.values()}
     assert len(page_sizes) == 1, f"{page_sizes=}"
-    return PageLayout.of(page_sizes.pop(), sizes, {**facts, "tensors": shapes})
+    return PageLayout.of(page_sizes.pop(), sizes, {**info, "tensors": shapes})
 
 
 def page_io(parts: Mapping[str, Tensor]) -> PageIO:

@@ -76,7 +76,7 @@ class Heartbeat:
                 _dump_stacks()
                 if self.ranks is not None and (reason := self.ranks.cause_of_hang(0)) is not None:
                     self.end(Dead(reason), LOST)
-                self.end(Dead(_hung(busy, self._watchdog)), HUNG)
+                self.end(Dead(_hang_message(busy, self._watchdog)), HUNG)
             self.send(Beat(self.num_steps, busy))
 
     def send(self, message: msgspec.Struct) -> None:
@@ -85,7 +85,7 @@ class Heartbeat:
             os.write(self._pipe, msgspec.json.encode(message) + b"\n")
 
 
-def _hung(busy: float, allowed: float) -> str:
+def _hang_message(busy: float, allowed: float) -> str:
     return f"a step hung for {busy:.1f} s; watchdog_timeout allows {allowed:g} s, and stderr shows the stacks"
 
 

@@ -28,7 +28,7 @@ import zmq
 
 from glm5.common.errors import reason_of
 from glm5.engine.transport.failure import LOST, reason_of_exit, reason_of_silence
-from glm5.engine.transport.wire import INBOX, OUTBOX, Beat, Close, Dead, Facts, Ready, Start, ToClient, ToEngine
+from glm5.engine.transport.wire import INBOX, OUTBOX, Beat, Close, Dead, EngineInfo, Ready, Start, ToClient, ToEngine
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Core(Protocol):
     """The part of `EngineCore` that a link needs."""
 
     @property
-    def facts(self) -> Facts: ...
+    def info(self) -> EngineInfo: ...
     @property
     def has_work(self) -> bool: ...
     def receive(self, message: ToEngine) -> None: ...
@@ -94,7 +94,7 @@ class InlineLink:
             return []
         if not self._is_ready:
             self._is_ready = True
-            return [Ready(self.core.facts)]
+            return [Ready(self.core.info)]
         try:
             with suppress(Empty):
                 wait = 0.0 if self.core.has_work else timeout
@@ -329,14 +329,14 @@ class _Ends:
         self.receiving.release()
 
 
-def _release(owner: int, ends: _Ends, folder: str, patience: float) -> None:
+def _release(owner: int, ends: _Ends, folder: str, timeout_s: float) -> None:
     """End a process that still runs, and release sockets, pipes and the folder. Does nothing in a fork of the owner."""
     if os.getpid() != owner:
         return
     if ends.process.poll() is None:
         ends.send_close()
         try:
-            ends.process.wait(patience)
+            ends.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             ends.process.kill()
             ends.process.wait()

@@ -209,7 +209,7 @@ class Answer(msgspec.Struct, tag=True):
     kind: str = "GlmError"
 
 
-class Facts(msgspec.Struct):
+class EngineInfo(msgspec.Struct):
     """What clients need to check requests themselves, and `table`: every resolved setting, to print.
 
     `simulated_acceptance`: for speed measurements, drafts are accepted at random, with so many tokens a step.
@@ -230,7 +230,7 @@ class Facts(msgspec.Struct):
 class Ready(msgspec.Struct, tag=True):
     """Sent once, after all `Loading`: requests are served from now on."""
 
-    facts: Facts
+    info: EngineInfo
 
 
 class Loading(msgspec.Struct, tag=True):

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK, FP8, num_blocks
-from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait, quantized_row
 from glm5.kernels.triton_support import dependent_launch
 
 _GROUPS = 16  # per program
@@ -17,9 +17,9 @@ def _act_quant(x_ptr, out_ptr, scale_ptr, D, stride_x, stride_t, stride_b, GROUP
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * GROUPS * 128 + tl.arange(0, GROUPS * 128)
     b = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     x = tl.load(x_ptr + t * stride_x + d, mask=d < D, other=0.0).to(tl.float32)
-    let_later_begin(PDL)
+    pdl_launch_dependents(PDL)
     x_fp8, scale = quantized_row(x)
     tl.store(out_ptr + t * D + d, x_fp8, mask=d < D)
     tl.store(scale_ptr + t * stride_t + b * stride_b, scale, mask=b * 128 < D)

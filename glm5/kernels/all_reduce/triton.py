@@ -64,15 +64,15 @@ def _one_shot(
     NUM: tl.constexpr,
 ):
     """SPLITS programs per row send a part each; the first of them sums."""
-    turn = tl.load(state)
-    slot = turn.to(tl.int64)
+    slot_index = tl.load(state)
+    slot = slot_index.to(tl.int64)
     t, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     part = split * (BLOCK_D // SPLITS) + tl.arange(0, BLOCK_D // SPLITS)
     x = sendable(tl.load(part_ptr + t * D + part, mask=part < D, other=0.0))
     for step in tl.static_range(1, SIZE):
         peer = (rank + step) % SIZE
         tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + (rank * T + t) * D + part, x, mask=part < D)
-    empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
+    empty_last(pointers, state, rank, slot_index, num_words, CHUNK, NUM)
     if split == 0:
         d = tl.arange(0, BLOCK_D)
         own = sendable(tl.load(part_ptr + t * D + d, mask=d < D, other=0.0))
@@ -84,11 +84,11 @@ def _one_shot(
         total = wait_sum(place, T * D, d < D, rank, own, SIZE, BLOCK_D).to(own.dtype)
         at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
         finish(total, residual, weight, t, d, D, *at, eps, NORM, QUANTIZE)
-    end(state, turn, slot, SIZE * T * D * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1, NUM)
+    end(state, slot_index, slot, SIZE * T * D * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1, NUM)
 
 
 @triton.jit
-def _two_shots(
+def _two_shot(
     pointers,
     state,
     part_ptr,
@@ -118,8 +118,8 @@ def _two_shots(
 ):
     """Rank r owns every SIZE-th piece from r on. A program sends pieces, sums owned ones, sends the sums, finishes
     rows."""
-    turn = tl.load(state)
-    slot = turn.to(tl.int64)
+    slot_index = tl.load(state)
+    slot = slot_index.to(tl.int64)
     program, programs = tl.program_id(0), tl.num_programs(0)
     pieces_a_row = tl.cdiv(D, PIECE)
     pieces = T * pieces_a_row
@@ -132,7 +132,7 @@ def _two_shots(
         x = new_row(part_ptr, t, d, T, D, A, SHARED, place_ptr)
         place = buffer(pointers, piece % SIZE, slot, num_words, part_ptr) + (rank * owned + piece // SIZE) * PIECE
         tl.store(place + e, sendable(x), mask=d < D)
-    empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
+    empty_last(pointers, state, rank, slot_index, num_words, CHUNK, NUM)
     own = buffer(pointers, rank, slot, num_words, part_ptr)
     for index in range(program, owned, programs):
         piece = index * SIZE + rank
@@ -154,7 +154,7 @@ def _two_shots(
         x = wait(own + sums + row * D + d, d < D)
         at = out_ptr, sum_ptr, codes_ptr, scale_ptr, stride_b
         finish(x, residual, weight, row, d, D, *at, eps, NORM, QUANTIZE)
-    end(state, turn, slot, (sums + T * D) * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1, NUM)
+    end(state, slot_index, slot, (sums + T * D) * (part_ptr.dtype.element_ty.primitive_bitwidth // 8) // 4 + 1, NUM)
 
 
 @triton.jit
@@ -170,26 +170,26 @@ def _gather(
     CHUNK: tl.constexpr,
     NUM: tl.constexpr,
 ):
-    turn = tl.load(state)
-    slot = turn.to(tl.int64)
+    slot_index = tl.load(state)
+    slot = slot_index.to(tl.int64)
     w = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     x = sendable(tl.load(part_ptr + w, mask=w < count, other=0))
     for step in tl.static_range(SIZE):
         peer = (rank + step) % SIZE
         tl.store(buffer(pointers, peer, slot, num_words, part_ptr) + rank * count + w, x, mask=w < count)
-    empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
+    empty_last(pointers, state, rank, slot_index, num_words, CHUNK, NUM)
     own = buffer(pointers, rank, slot, num_words, part_ptr)
     for r in tl.static_range(SIZE):
         tl.store(out_ptr + r * count + w, wait(own + r * count + w, w < count), mask=w < count)
-    end(state, turn, slot, SIZE * count, NUM)
+    end(state, slot_index, slot, SIZE * count, NUM)
 
 
-def fits(buffers: Buffers, part: Tensor | ExpertOutputs, num_rows: int, *, two_shots: bool) -> bool:
+def fits(buffers: Buffers, part: Tensor | ExpertOutputs, num_rows: int, *, two_shot: bool) -> bool:
     """Whether `num_rows` rows of [T, D] fit the buffers and the grid."""
     if len(part.shape) != 2 or part.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     width, size, words_a = part.shape[1], buffers.size, part.dtype.itemsize / 4
-    if two_shots:
+    if two_shot:
         pieces = num_rows * -(-width // PIECE)
         count = size * -(-pieces // size) * PIECE + num_rows * width
     else:
@@ -245,7 +245,7 @@ def one_shot(
     return out_TD, sum_TD
 
 
-def two_shots(
+def two_shot(
     buffers: Buffers,
     part: Tensor | ExpertOutputs,
     norm: tuple[Tensor, Tensor, float] | None = None,
@@ -264,11 +264,11 @@ def two_shots(
         span = slice(first, first + max_rows)
         outputs = out_TD[span], sum_TD[span], None if quantized is None else (quantized[0][span], quantized[1][span])
         some = part if isinstance(part, ExpertOutputs) else part[span]
-        _two_shots_of(buffers, some, outputs, (given[0][span], *given[1:]), norm, programs)
+        _two_shot_of(buffers, some, outputs, (given[0][span], *given[1:]), norm, programs)
     return out_TD, sum_TD
 
 
-def _two_shots_of(
+def _two_shot_of(
     buffers: Buffers,
     part: Tensor | ExpertOutputs,
     outputs: tuple[Tensor, Tensor, Quantized | None],
@@ -280,7 +280,7 @@ def _two_shots_of(
     new, options = new_rows(part)
     block = max(128, triton.next_power_of_2(width))
     pieces = num_rows * triton.cdiv(width, PIECE)
-    _two_shots[(min(programs or buffers.max_programs, pieces),)](
+    _two_shot[(min(programs or buffers.max_programs, pieces),)](
         buffers.pointers,
         buffers.state,
         new,

@@ -94,9 +94,9 @@ def buffer(pointers, rank, slot, num_words, like):
 
 
 @triton.jit
-def empty_last(pointers, state, rank, turn, num_words, CHUNK: tl.constexpr, NUM: tl.constexpr):
+def empty_last(pointers, state, rank, slot_index, num_words, CHUNK: tl.constexpr, NUM: tl.constexpr):
     """Clear the previous call's buffer; each program clears a part."""
-    slot = (turn + NUM - 1) % NUM
+    slot = (slot_index + NUM - 1) % NUM
     used = tl.load(state + 2 + slot)
     words = (tl.load(pointers + rank) + slot.to(tl.int64) * num_words * 4).to(tl.pointer_type(tl.int32))
     words = tl.multiple_of(words, 16)
@@ -106,13 +106,13 @@ def empty_last(pointers, state, rank, turn, num_words, CHUNK: tl.constexpr, NUM:
 
 
 @triton.jit
-def end(state, turn, slot, used, NUM: tl.constexpr):
+def end(state, slot_index, slot, used, NUM: tl.constexpr):
     """The last program to arrive advances to the next buffer. (A counter of calls would overflow in two days.)"""
     tl.debug_barrier()
     if tl.atomic_add(state + 1, 1) == tl.num_programs(0) - 1:
         tl.store(state + 1, 0)
         tl.store(state + 2 + slot, used)
-        tl.store(state, (turn + 1) % NUM)
+        tl.store(state, (slot_index + 1) % NUM)
 
 
 # Triton 3.6 does not compile loops that carry tensors, so data is loaded again after the loop.

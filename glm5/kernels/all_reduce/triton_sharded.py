@@ -38,7 +38,7 @@ from glm5.kernels.all_reduce.triton_buffers import (
 from glm5.kernels.fp8_linear import cuda_rows
 from glm5.kernels.fp8_linear.pending import PendingLinear
 from glm5.kernels.row_codes import Quantized
-from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait, quantized_row
 from glm5.kernels.triton_rows import row_codes, row_scale
 from glm5.kernels.triton_support import dependent_launch
 
@@ -83,10 +83,10 @@ def _reduce_scatter_norm(
     """For each of `num_rows` rows of every rank's share, from `first` on: one program per peer sends the peer's row,
     unless all rows were SENT before, and one program sums this rank's row."""
     PROGRAMS: tl.constexpr = 1 if SENT else SIZE  # of a row
-    wait_for_earlier(PDL)
-    turn = tl.load(state)
-    let_later_begin(PDL)
-    slot, count = turn.to(tl.int64), num_rows * D
+    pdl_wait(PDL)
+    slot_index = tl.load(state)
+    pdl_launch_dependents(PDL)
+    slot, count = slot_index.to(tl.int64), num_rows * D
     i, k = (tl.program_id(0) // PROGRAMS).to(tl.int64), tl.program_id(0) % PROGRAMS
     t = first + i
     if k < PROGRAMS - 1:
@@ -126,8 +126,8 @@ def _reduce_scatter_norm(
             PIECE,
             QUANTIZE,
         )
-    empty_last(pointers, state, rank, turn, num_words, PIECE, NUM)
-    end(state, turn, slot, 0, NUM)
+    empty_last(pointers, state, rank, slot_index, num_words, PIECE, NUM)
+    end(state, slot_index, slot, 0, NUM)
 
 
 @triton.jit
@@ -195,10 +195,10 @@ def _gather(
     BY_RUNS: a bit for each part that consists of runs; in `outs` the first runs of all ranks come first, then the
     second.
     """
-    wait_for_earlier(PDL)
-    turn = tl.load(state)
-    let_later_begin(PDL)
-    slot = turn.to(tl.int64)
+    pdl_wait(PDL)
+    slot_index = tl.load(state)
+    pdl_launch_dependents(PDL)
+    slot = slot_index.to(tl.int64)
     here, k = tl.program_id(0) // SIZE, tl.program_id(0) % SIZE
     width = tl.num_programs(0) // SIZE * CHUNK  # of a rank's words in a buffer
     e, before = tl.arange(0, CHUNK), -first
@@ -212,8 +212,8 @@ def _gather(
             else:
                 _receive(pointers, outs[p], (rank + k) % SIZE, rank, slot, num_words, width, at, RUNS, SIZE)
         before += pieces
-    empty_last(pointers, state, rank, turn, num_words, CHUNK, NUM)
-    end(state, turn, slot, 0, NUM)
+    empty_last(pointers, state, rank, slot_index, num_words, CHUNK, NUM)
+    end(state, slot_index, slot, 0, NUM)
 
 
 @triton.jit

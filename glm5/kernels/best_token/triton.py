@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 _PIECE = 4096
@@ -15,8 +15,8 @@ _PIECE = 4096
 def _pieces(x_ptr, value_ptr, index_ptr, W, stride, PIECE: tl.constexpr, PDL: tl.constexpr):
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     w = piece * PIECE + tl.arange(0, PIECE)
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     x = tl.load(x_ptr + row * stride + w, mask=w < W, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("inf"))  # NaN wins and is detected
     value, place = tl.max(x, 0, return_indices=True)
@@ -28,8 +28,8 @@ def _pieces(x_ptr, value_ptr, index_ptr, W, stride, PIECE: tl.constexpr, PDL: tl
 @triton.jit
 def _best(value_ptr, index_ptr, token_ptr, no_valid_token_ptr, pieces, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row, p = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     value, place = tl.max(
         tl.load(value_ptr + row * pieces + p, mask=p < pieces, other=float("-inf")), 0, return_indices=True
     )

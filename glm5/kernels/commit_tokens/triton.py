@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.commit_tokens.reference import CommittedTokens
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -31,8 +31,8 @@ def _commit_tokens(
     PDL: tl.constexpr,
 ):
     s, r, c = tl.program_id(0), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     of_slot = tl.load(slot_ptr + r, mask=r < num_rows, other=-1) == s
     token = tl.load(token_ptr + r, mask=of_slot, other=0)
     offset = tl.load(offset_ptr + r, mask=of_slot, other=-1)

@@ -111,7 +111,7 @@ def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `kernels.rms_norm`. float32; TrainingError where a gradient is asked for."""
+    """As `kernels.rms_norm`. float32; TrainingError where a gradient is required."""
     refuse_gradient("cpu_layer.rms_norm", x, weight)
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     sizes = x.numel() // x.shape[-1], x.shape[-1]
@@ -140,10 +140,10 @@ class CpuLayer:
         self._layer = ctypes.byref(layer_struct(sizes, constants, weights))
 
     def __call__(
-        self, x_TD: Tensor, turn_TR2: Tensor, keys: HostKeys, selected_TK: Tensor | None, *, is_given: bool
+        self, x_TD: Tensor, cis_TR2: Tensor, keys: HostKeys, selected_TK: Tensor | None, *, is_given: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output [T, D] and the selected keys, int32 [T, index_topk], or None for all visible ones.
-        `turn_TR2`: cos + i sin of RoPE, complex64. `selected_TK`: another layer's selection if `is_given`."""
+        `cis_TR2`: cos + i sin of RoPE, complex64. `selected_TK`: another layer's selection if `is_given`."""
         refuse_gradient("a native layer", x_TD, self._weights)
         x_TD = x_TD.contiguous()
         if not is_given and not keys.sees_few:
@@ -158,7 +158,7 @@ class CpuLayer:
             ctypes.byref(keys.latents),
             ctypes.byref(keys.index_keys) if keys.index_keys is not None else None,
             ctypes.byref(SelectionStruct(None if selected_TK is None else selected_TK.data_ptr(), is_given)),
-            _at(turn_TR2),
+            _at(cis_TR2),
             _at(x_TD),
             _at(y_TD),
         )

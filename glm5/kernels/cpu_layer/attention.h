@@ -1,4 +1,4 @@
-// Sparse latent attention of few rows: x += Wo concat_h(softmax(q_h . latent) latent Wv_h), keys picked by the indexer.
+// Sparse latent attention of few rows: x += Wo concat_h(softmax(q_h . latent) latent Wv_h), selected keys.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +9,15 @@
 
 namespace glm5 {
 
-constexpr int BLOCK = 64;                // keys that are scored at a time
-constexpr int64_t MOST_SCORES = 1 << 20;  // that are kept at a time, of one row at least
+constexpr int BLOCK = 64;                // keys scored at a time
+constexpr int64_t MAX_SCORES = 1 << 20;  // in memory at a time, except that one row may have more
 
 inline const int32_t* table_of(const Step& step, int row) { return step.table + int64_t(step.request[row]) * step.table_step; }
 
-// Keys that a row sees, none beyond the page table.
-inline int seen_by(const Step& step, int row) { return std::min(step.end[row], step.table_columns * step.page_size); }
+// Number of visible keys of a row, limited by the page table.
+inline int num_visible(const Step& step, int row) { return std::min(step.end[row], step.table_columns * step.page_size); }
 
-// score[s] = sum over heads of w relu(q . key[s]), for up to 64 keys that lie transposed, [index_dim, BLOCK].
+// score[s] = sum over heads of w relu(q . key[s]), for up to 64 keys in transposed layout, [index_dim, BLOCK].
 inline void score_block(const Layer& layer, const float* q, const float* w, const float* key, float* score) {
     constexpr int PARTS = BLOCK / LANES, HEADS = 4;
     Lanes total[PARTS] = {};
@@ -44,7 +44,7 @@ inline void score_block(const Layer& layer, const float* q, const float* w, cons
     for (int part = 0; part < PARTS; ++part) store(score + part * LANES, total[part]);
 }
 
-// A float as an integer of the same order; NaN, of either sign, is some number.
+// A float as an integer of the same order; NaN has an arbitrary place in it.
 inline uint32_t ordered(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
@@ -52,8 +52,8 @@ inline uint32_t ordered(float value) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The `count` best of more scores, ascending; of equal ones those that come first.
-inline void best(const float* score, int num_keys, int count, std::vector<uint32_t>& order, int32_t* keys) {
+// Indices of the `count` highest scores, ascending; among equal scores the first are chosen.
+inline void top_k(const float* score, int num_keys, int count, std::vector<uint32_t>& order, int32_t* keys) {
     order.resize(num_keys);
     for (int key = 0; key < num_keys; ++key) order[key] = ordered(score[key]);
     std::nth_element(order.begin(), order.begin() + (count - 1), order.end(), std::greater<uint32_t>());
@@ -95,39 +95,39 @@ inline void transpose(const Pool& pool, const Step& step, const int32_t* table, 
 inline void select_of_request(const Layer& layer, const Step& step, const Pool& pool, int first, int stop,
                               Scratch& scratch, int32_t* keys_TK) {
     int most = 0, query_width = layer.index_heads * layer.index_dim;
-    for (int row = first; row < stop; ++row) most = std::max(most, seen_by(step, row));
+    for (int row = first; row < stop; ++row) most = std::max(most, num_visible(step, row));
     if (most > layer.index_topk) {
         int64_t stride = (most + BLOCK - 1) / BLOCK * BLOCK;
         float *score = sized(scratch.score, (stop - first) * stride), *key = sized(scratch.key, BLOCK * layer.index_dim);
         for (int at = 0; at < most; at += BLOCK) {
             transpose(pool, step, table_of(step, first), at, std::min(BLOCK, most - at), layer.index_dim, key);
             for (int row = first; row < stop; ++row)
-                if (seen_by(step, row) > at && seen_by(step, row) > layer.index_topk)
+                if (num_visible(step, row) > at && num_visible(step, row) > layer.index_topk)
                     score_block(layer, scratch.q_index.data() + int64_t(row) * query_width,
                                 scratch.w_index.data() + int64_t(row) * layer.index_heads, key,
                                 score + (row - first) * stride + at);
         }
         for (int row = first; row < stop; ++row)
-            if (seen_by(step, row) > layer.index_topk)
-                best(score + (row - first) * stride, seen_by(step, row), layer.index_topk, scratch.order,
+            if (num_visible(step, row) > layer.index_topk)
+                top_k(score + (row - first) * stride, num_visible(step, row), layer.index_topk, scratch.order,
                      keys_TK + int64_t(row) * layer.index_topk);
     }
     for (int row = first; row < stop; ++row)
-        if (seen_by(step, row) <= layer.index_topk)
+        if (num_visible(step, row) <= layer.index_topk)
             for (int at = 0; at < layer.index_topk; ++at)
-                keys_TK[int64_t(row) * layer.index_topk + at] = at < seen_by(step, row) ? at : -1;
+                keys_TK[int64_t(row) * layer.index_topk + at] = at < num_visible(step, row) ? at : -1;
 }
 
-// Writes the index keys of the rows, and picks theirs.
+// Writes the index keys of the rows, and selects keys for each row.
 inline void run_indexer(const Layer& layer, const Step& step, const Pool& pool, const Selection& selection,
-                        const float* turn, Scratch& scratch) {
+                        const float* cis, Scratch& scratch) {
     int T = step.rows, width = layer.index_dim, query_width = layer.index_heads * width;
     float* key = sized(scratch.values, int64_t(T) * width);
     multiply(scratch.x.data(), layer.hidden, T, layer.index_k, layer.hidden, width, key, width);
     for (int row = 0; row < T; ++row) {
         float* one = key + int64_t(row) * width;
         layer_norm(one, layer.index_k_weight, layer.index_k_bias, width, layer.index_eps);
-        rotate(one, turn + int64_t(row) * layer.rope, layer.rope);
+        rotate(one, cis + int64_t(row) * layer.rope, layer.rope);
         std::memcpy(pool.row(step.place[row] / step.page_size, step.place[row] % step.page_size), one, width * sizeof(float));
     }
     if (!selection.keys) return;
@@ -138,12 +138,12 @@ inline void run_indexer(const Layer& layer, const Step& step, const Pool& pool, 
     float scale = 1 / std::sqrt(float(layer.index_heads)) / std::sqrt(float(width));
     for (int64_t at = 0; at < int64_t(T) * layer.index_heads; ++at) w[at] *= scale;
     for (int64_t head = 0; head < int64_t(T) * layer.index_heads; ++head)
-        rotate(q + head * width, turn + head / layer.index_heads * layer.rope, layer.rope);
+        rotate(q + head * width, cis + head / layer.index_heads * layer.rope, layer.rope);
     for (int first = 0, stop; first < T; first = stop) {
-        int64_t most = seen_by(step, first) + BLOCK;
+        int64_t most = num_visible(step, first) + BLOCK;
         for (stop = first + 1; stop < T && step.request[stop] == step.request[first]; ++stop) {
-            most = std::max<int64_t>(most, seen_by(step, stop) + BLOCK);
-            if ((stop + 1 - first) * most > MOST_SCORES) break;
+            most = std::max<int64_t>(most, num_visible(step, stop) + BLOCK);
+            if ((stop + 1 - first) * most > MAX_SCORES) break;
         }
         select_of_request(layer, step, pool, first, stop, scratch, selection.keys);
     }
@@ -183,8 +183,8 @@ inline void attend(const Layer& layer, const Step& step, const Pool& pool, int r
     }
 }
 
-// Latents of the rows go to their places, and q becomes what reads latents: [heads, kv_rank + rope] a row.
-inline float* prepare(const Layer& layer, const Step& step, const Pool& pool, const float* turns, Scratch& scratch) {
+// Writes the latents of the rows, and returns absorbed queries: [heads, kv_rank + rope] a row.
+inline float* prepare(const Layer& layer, const Step& step, const Pool& pool, const float* all_cis, Scratch& scratch) {
     int T = step.rows, head_width = layer.nope + layer.rope, width = layer.kv_rank + layer.rope;
     float* q_latent = sized(scratch.q_latent, int64_t(T) * layer.q_rank);
     multiply(scratch.x.data(), layer.hidden, T, layer.q_a, layer.hidden, layer.q_rank, q_latent, layer.q_rank);
@@ -198,19 +198,19 @@ inline float* prepare(const Layer& layer, const Step& step, const Pool& pool, co
     multiply(scratch.x.data(), layer.hidden, T, layer.kv_a, layer.hidden, width, kv, width);
     float* absorbed = sized(scratch.absorbed, int64_t(T) * layer.heads * width);
     for (int row = 0; row < T; ++row) {
-        const float* turn = turns + int64_t(row) * layer.rope;
+        const float* cis = all_cis + int64_t(row) * layer.rope;
         float* latent = pool.row(step.place[row] / step.page_size, step.place[row] % step.page_size);
         const float* one = kv + int64_t(row) * width;
         rms_norm(one, layer.kv_a_norm, layer.kv_rank, layer.lora_eps, latent);
         std::memcpy(latent + layer.kv_rank, one + layer.kv_rank, layer.rope * sizeof(float));
-        rotate(latent + layer.kv_rank, turn, layer.rope);
+        rotate(latent + layer.kv_rank, cis, layer.rope);
         for (int head = 0; head < layer.heads; ++head) {
             const float* from = q + (int64_t(row) * layer.heads + head) * head_width;
             float* to = absorbed + (int64_t(row) * layer.heads + head) * width;
             const float* w_k = layer.kv_b + int64_t(head) * (layer.nope + layer.v_dim) * layer.kv_rank;
             multiply_across(from, layer.nope, w_k, layer.kv_rank, to);
             std::memcpy(to + layer.kv_rank, from + layer.nope, layer.rope * sizeof(float));
-            rotate(to + layer.kv_rank, turn, layer.rope);
+            rotate(to + layer.kv_rank, cis, layer.rope);
         }
     }
     return absorbed;
@@ -218,17 +218,17 @@ inline float* prepare(const Layer& layer, const Step& step, const Pool& pool, co
 
 // y += attention(scratch.x), the normed input.
 inline void run_attention(const Layer& layer, const Step& step, const Pool& latents, const Pool& index_keys,
-                          const Selection& selection, const float* turn, Scratch& scratch, float* y) {
+                          const Selection& selection, const float* cis, Scratch& scratch, float* y) {
     int T = step.rows, width = layer.kv_rank + layer.rope, heads = layer.heads;
-    float* absorbed = prepare(layer, step, latents, turn, scratch);
-    if (layer.index_q && !selection.is_given) run_indexer(layer, step, index_keys, selection, turn, scratch);
+    float* absorbed = prepare(layer, step, latents, cis, scratch);
+    if (layer.index_q && !selection.is_given) run_indexer(layer, step, index_keys, selection, cis, scratch);
     float* out = sized(scratch.out, int64_t(T) * heads * layer.kv_rank);
     for (int row = 0; row < T; ++row) {
         const int32_t* keys = selection.keys ? selection.keys + int64_t(row) * layer.index_topk : nullptr;
-        int num_keys = seen_by(step, row);
+        int num_keys = num_visible(step, row);
         if (keys) {
             num_keys = std::min(num_keys, layer.index_topk);
-            while (num_keys > 0 && (keys[num_keys - 1] < 0 || keys[num_keys - 1] >= seen_by(step, row))) --num_keys;
+            while (num_keys > 0 && (keys[num_keys - 1] < 0 || keys[num_keys - 1] >= num_visible(step, row))) --num_keys;
         }
         attend(layer, step, latents, row, keys, num_keys, absorbed + int64_t(row) * heads * width, scratch,
                out + int64_t(row) * heads * layer.kv_rank);

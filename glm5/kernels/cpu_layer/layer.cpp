@@ -1,6 +1,6 @@
 // One decoder layer in one call: x += attention(norm(x)); x += mlp(norm(x)). And the norms and products around it.
 //
-// A row is computed in the same order whatever stands beside it, so its bits do not depend on the batch.
+// The operations of a row and their order do not depend on other rows, so its bits do not depend on the batch.
 
 #include <new>
 
@@ -18,7 +18,7 @@ static void run_mlp(const float* x, int T, int hidden, int width, const float* g
     multiply(gate, width, T, down_w, width, hidden, sum, hidden);
 }
 
-// chosen and weight [T, active], experts ascending; of equal scores the first.
+// chosen and weight [T, active], experts ascending; among equal scores the first.
 static void route(const Layer& layer, int T, Scratch& scratch) {
     int E = layer.experts, A = layer.active;
     float *p = sized(scratch.choice, int64_t(T) * E), *weight = sized(scratch.weight, int64_t(T) * A);
@@ -30,7 +30,7 @@ static void route(const Layer& layer, int T, Scratch& scratch) {
         int32_t* chosen = scratch.chosen.data() + int64_t(row) * A;
         for (int e = 0; e < E; ++e) score[e] = 1 / (1 + exponential(-score[e]));
         for (int e = 0; e < E; ++e) choice[e] = score[e] + layer.router_bias[e];
-        best(choice, E, A, scratch.order, chosen);
+        top_k(choice, E, A, scratch.order, chosen);
         float total = 0;
         for (int a = 0; a < A; ++a) total += score[chosen[a]];
         float scale = layer.norm_weights ? layer.routed_scale / (total + 1e-20f) : layer.routed_scale;
@@ -38,24 +38,24 @@ static void route(const Layer& layer, int T, Scratch& scratch) {
     }
 }
 
-// y += the routed experts' sum, expert after expert, each over its rows.
+// y += the sum of the routed experts: each is computed over its rows, in order.
 static void run_experts(const Layer& layer, int T, Scratch& scratch, float* y) {
     int D = layer.hidden, F = layer.expert_width, A = layer.active;
     route(layer, T, scratch);
-    std::vector<int32_t>& mine = scratch.keys;
+    std::vector<int32_t>& pairs = scratch.keys;
     for (int e = 0; e < layer.experts; ++e) {
-        mine.clear();
+        pairs.clear();
         for (int pair = 0; pair < T * A; ++pair)
-            if (scratch.chosen[pair] == e) mine.push_back(pair);
-        int count = int(mine.size());
+            if (scratch.chosen[pair] == e) pairs.push_back(pair);
+        int count = int(pairs.size());
         if (!count) continue;
         float *x = sized(scratch.gathered, int64_t(count) * D), *out = sized(scratch.routed, int64_t(count) * D);
         for (int i = 0; i < count; ++i)
-            std::memcpy(x + int64_t(i) * D, scratch.x.data() + int64_t(mine[i] / A) * D, D * sizeof(float));
+            std::memcpy(x + int64_t(i) * D, scratch.x.data() + int64_t(pairs[i] / A) * D, D * sizeof(float));
         const float* gate_up = layer.experts_gate_up + int64_t(e) * 2 * F * D;
         run_mlp(x, count, D, F, gate_up, gate_up + int64_t(F) * D, layer.experts_down + int64_t(e) * F * D, scratch, out);
         for (int i = 0; i < count; ++i) {
-            float *to = y + int64_t(mine[i] / A) * D, weight = scratch.weight[mine[i]];
+            float *to = y + int64_t(pairs[i] / A) * D, weight = scratch.weight[pairs[i]];
             for (int at = 0; at < D; ++at) to[at] += weight * out[int64_t(i) * D + at];
         }
     }
@@ -67,12 +67,12 @@ static void norm_rows(const float* x, const float* weight, int T, int width, flo
 }
 
 static void run_layer(const Layer& layer, const Step& step, const Pool& latents, const Pool& index_keys,
-                      const Selection& selection, const float* turn, const float* x, float* y) {
+                      const Selection& selection, const float* cis, const float* x, float* y) {
     static thread_local Scratch scratch;
     int T = step.rows, D = layer.hidden;
     std::memcpy(y, x, int64_t(T) * D * sizeof(float));
     norm_rows(y, layer.input_norm, T, D, layer.eps, scratch);
-    run_attention(layer, step, latents, index_keys, selection, turn, scratch, y);
+    run_attention(layer, step, latents, index_keys, selection, cis, scratch, y);
     norm_rows(y, layer.post_norm, T, D, layer.eps, scratch);
     if (layer.experts) run_experts(layer, T, scratch, y);
     float* sum = sized(scratch.y, int64_t(T) * D);
@@ -84,10 +84,10 @@ static void run_layer(const Layer& layer, const Step& step, const Pool& latents,
 
 // x [T, hidden] to y [T, hidden]. Rows are written to the pools; `selection` is read or filled. 1: out of memory.
 extern "C" int glm5_layer(const glm5::Layer* layer, const glm5::Step* step, const glm5::Pool* latents,
-                          const glm5::Pool* index_keys, const glm5::Selection* selection, const float* turn,
+                          const glm5::Pool* index_keys, const glm5::Selection* selection, const float* cis,
                           const float* x, float* y) {
     try {
-        glm5::run_layer(*layer, *step, *latents, *index_keys, *selection, turn, x, y);
+        glm5::run_layer(*layer, *step, *latents, *index_keys, *selection, cis, x, y);
         return 0;
     } catch (const std::bad_alloc&) {
         return 1;

@@ -1,4 +1,4 @@
-// What the host hands over: one layer's sizes and weights, and one step's rows. structs.py has the same fields.
+// The host's arguments: sizes and weights of one layer, and rows of one step. structs.py has the same fields.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ struct Pool {
     float* row(int64_t page, int64_t offset) const { return base + page * page_step + offset * row_step; }
 };
 
-// Keys that a row reads: [T, index_topk], ascending, -1 behind them. Null: all that it sees.
+// Keys that a row reads: [T, index_topk], ascending, then -1. Null: all visible keys.
 struct Selection {
     int32_t* keys;
     int32_t is_given;  // by an earlier layer

@@ -1,8 +1,8 @@
-// Rows of float32: products with weights as they lie in a checkpoint, norms, activations.
+// Rows of float32: products with weights in the checkpoint's layout, norms, activations.
 //
 // A weight [O, I] is read row by row, so an output is a dot product. 16 of them are taken at a time, over one, two or
-// four rows of x, and their 16 vectors of partial sums are reduced together. How an output is summed depends on nothing
-// but the width.
+// four rows of x, and their 16 vectors of partial sums are reduced together. The order of an output's sum depends
+// only on the width.
 #pragma once
 
 #include <cmath>
@@ -35,34 +35,34 @@ inline float sum(Lanes lanes) {
     return total;
 }
 
-// Lanes that are STEP apart are added; those of b come to lie where the result has the bit STEP.
+// Adds lanes that are STEP apart. Lanes of the result whose index has the bit STEP are sums of b, the others of a.
 template <int STEP, int... LANE>
-inline Lanes fold(Lanes a, Lanes b, std::integer_sequence<int, LANE...>) {
+inline Lanes add_lanes(Lanes a, Lanes b, std::integer_sequence<int, LANE...>) {
     return __builtin_shufflevector(a, b, ((LANE & ~STEP) + (LANE & STEP ? LANES : 0))...) +
            __builtin_shufflevector(a, b, ((LANE | STEP) + (LANE & STEP ? LANES : 0))...);
 }
 
 template <int STEP>
-inline Lanes fold(Lanes a, Lanes b) {
-    return fold<STEP>(a, b, std::make_integer_sequence<int, LANES>());
+inline Lanes add_lanes(Lanes a, Lanes b) {
+    return add_lanes<STEP>(a, b, std::make_integer_sequence<int, LANES>());
 }
 
 // Lane i of the result is the sum of all lanes of sums[i].
 inline Lanes reduce(const Lanes sums[LANES]) {
     Lanes eight[8], four[4];
-    for (int i = 0; i < 8; ++i) eight[i] = fold<1>(sums[2 * i], sums[2 * i + 1]);
-    for (int i = 0; i < 4; ++i) four[i] = fold<2>(eight[2 * i], eight[2 * i + 1]);
-    return fold<8>(fold<4>(four[0], four[1]), fold<4>(four[2], four[3]));
+    for (int i = 0; i < 8; ++i) eight[i] = add_lanes<1>(sums[2 * i], sums[2 * i + 1]);
+    for (int i = 0; i < 4; ++i) four[i] = add_lanes<2>(eight[2 * i], eight[2 * i + 1]);
+    return add_lanes<8>(add_lanes<4>(four[0], four[1]), add_lanes<4>(four[2], four[3]));
 }
 
-// In a register from here on: compilers would rather read it again for every product, which takes longer than they do.
+// Keeps the value in a register: compilers would load it again for every product, which is slower.
 inline void keep([[maybe_unused]] Lanes& lanes) {
 #if defined(__AVX512F__)
     asm("" : "+v"(lanes));
 #endif
 }
 
-// The products of ROWS x OUTS rows from `at` on. Written out by the compiler, so that all sums stay in registers.
+// Adds the products of ROWS x OUTS rows. Expanded at compile time, so that all sums stay in registers.
 template <int ROWS, int OUTS, typename Get, int... ROW, int... OUT, int... PAIR>
 inline void add_products(Lanes* sums, Get get, const float* x, int64_t x_step, const float* const* weight,
                          std::integer_sequence<int, ROW...>, std::integer_sequence<int, OUT...>,
@@ -110,7 +110,7 @@ inline int multiply_rows(int row, int num_rows, const float* x, int64_t x_step, 
     return end;
 }
 
-// y[t, o] = x[t] . w[o], for rows of x and y that lie x_step and y_step apart and w [num_out, width].
+// y[t, o] = x[t] . w[o], for rows of x and y with strides x_step and y_step and w [num_out, width].
 inline void multiply(const float* x, int64_t x_step, int num_rows, const float* w, int width, int num_out, float* y,
                      int64_t y_step) {
     int row = multiply_rows<4>(0, num_rows, x, x_step, w, width, num_out, y, y_step);
@@ -118,7 +118,7 @@ inline void multiply(const float* x, int64_t x_step, int num_rows, const float* 
     multiply_rows<1>(row, num_rows, x, x_step, w, width, num_out, y, y_step);
 }
 
-// y[c] += x[n] * w[n, c]: a row times a matrix that lies the other way round.
+// y[c] = sum_n x[n] * w[n, c]: a row times a transposed matrix.
 inline void multiply_across(const float* x, int width, const float* w, int num_out, float* y) {
     for (int out = 0; out < num_out; ++out) y[out] = 0;
     for (int at = 0; at < width; ++at) {
@@ -172,12 +172,12 @@ inline float exponential(float x) {
     return x == x ? found : x;
 }
 
-// Pairs of x turned by pairs of (cos, sin).
-inline void rotate(float* x, const float* turn, int width) {
+// Pairs of x rotated by pairs of (cos, sin).
+inline void rotate(float* x, const float* cis, int width) {
     for (int at = 0; at < width; at += 2) {
         float even = x[at], odd = x[at + 1];
-        x[at] = even * turn[at] - odd * turn[at + 1];
-        x[at + 1] = even * turn[at + 1] + odd * turn[at];
+        x[at] = even * cis[at] - odd * cis[at + 1];
+        x[at + 1] = even * cis[at + 1] + odd * cis[at];
     }
 }
 

@@ -35,18 +35,18 @@ def few_rows(device: torch.device) -> int:
     return cuda.MIN_TOKENS - 1 if cuda.runs_on(device) else _FEW_ROWS
 
 
-def _suits_scaled_mm(x_TD: Tensor, weight: BlockScaled) -> bool:
+def _fits_scaled_mm(x_TD: Tensor, weight: BlockScaled) -> bool:
     return len(x_TD) > MAX_TILED_ROWS and scaled_mm.refusal(weight, x_TD.dtype) is None
 
 
-def _suits_cuda(x_TD: Tensor, weight: BlockScaled) -> bool:
+def _fits_cuda(x_TD: Tensor, weight: BlockScaled) -> bool:
     return cuda.is_faster(len(x_TD), *weight.data.shape) and not cuda.refusal(x_TD, weight)
 
 
 TABLE = Table(
     __name__,
-    scaled_mm=Impl("cuBLASLt, for more than 128 rows", on="triton", when=_suits_scaled_mm, gradient=False),
-    cuda=Impl("5 to 128 rows, of shapes for which it is faster", on="hopper", when=_suits_cuda, gradient=False),
+    scaled_mm=Impl("cuBLASLt, for more than 128 rows", on="triton", when=_fits_scaled_mm, gradient=False),
+    cuda=Impl("5 to 128 rows, of shapes for which it is faster", on="hopper", when=_fits_cuda, gradient=False),
     triton=Impl("other numbers of rows; up to 16 are not quantized", on="triton", gradient=False),
     reference=Impl("the definition"),
 )

@@ -23,7 +23,7 @@ class PeerBuffers(NamedTuple):
     [ranks], the index of the current buffer [1], this rank, and the words of a buffer."""
 
     buffers: Tensor
-    turn: Tensor
+    slot_index: Tensor
     rank: int
     num_words: int
 
@@ -52,7 +52,7 @@ def fp8_linear(
     if reason := refusal(x_TD, weight.check()):
         raise ValueError(f"fp8_linear[rows] {reason}; use impl='scaled_mm'")
     (num_rows, cols), outputs, device = x_TD.shape, len(weight.data), x_TD.device
-    buffers, turn, rank, num_words = to or (None, None, 0, 0)
+    buffers, slot_index, rank, num_words = to or (None, None, 0, 0)
     assert buffers is None or not num_rows % (SAME_OWNER * len(buffers)), f"{num_rows=}"
     share = num_rows // (1 if buffers is None else len(buffers))
     y_TO = torch.empty(num_rows, outputs, dtype=x_TD.dtype, device=device)
@@ -68,7 +68,7 @@ def fp8_linear(
         weight.scale.contiguous(),
         y_TO,
         buffers,
-        turn,
+        slot_index,
         rank,
         num_words,
         share,

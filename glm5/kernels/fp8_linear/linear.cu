@@ -15,22 +15,23 @@ constexpr int SCALES = WEIGHTS + ROWS;
 constexpr int STAGE = (SCALES + 4 * (COLS + 1) + 1023) / 1024 * 1024;
 constexpr int PITCH = OUTPUTS + 4;  // of a row's sums, padded to avoid bank conflicts
 
-static __device__ void fetch(const Map* w, const Map* x, int first, int count, u32 data, u32 full, u32 empty) {
+static __device__ void fetch(const TensorMap* w, const TensorMap* x, int first, int count, u32 data, u32 full,
+                             u32 empty) {
     const int output = blockIdx.y * OUTPUTS, ahead = min(count, STAGES);
     for (int k = 0; k < ahead; ++k) {
-        arrive_with(full + 8 * k, WEIGHTS + ROWS);
-        fetch_box(data + k * STAGE, w, 128 * (first + k), output, full + 8 * k);
+        mbarrier_arrive_expect_tx(full + 8 * k, WEIGHTS + ROWS);
+        tma_load_evict_first(data + k * STAGE, w, 128 * (first + k), output, full + 8 * k);
     }
-    wait_for_earlier();
+    pdl_wait();
     for (int k = 0; k < count; ++k) {
         const int stage = k % STAGES;
         const u32 at = data + stage * STAGE, barrier = full + 8 * stage;
         if (k >= ahead) {
-            wait(empty + 8 * stage, k / STAGES % 2 ^ 1);
-            arrive_with(barrier, WEIGHTS + ROWS);
-            fetch_box(at, w, 128 * (first + k), output, barrier);
+            mbarrier_wait(empty + 8 * stage, k / STAGES % 2 ^ 1);
+            mbarrier_arrive_expect_tx(barrier, WEIGHTS + ROWS);
+            tma_load_evict_first(at, w, 128 * (first + k), output, barrier);
         }
-        fetch_shared_box(at + WEIGHTS, x, 128 * (first + k), 0, barrier);
+        tma_load(at + WEIGHTS, x, 128 * (first + k), 0, barrier);
     }
 }
 
@@ -38,29 +39,29 @@ static __device__ void fetch(const Map* w, const Map* x, int first, int count, u
 static __device__ void fetch_scales(const float* x_scale, const float* scale, int count, int T, u32 data, u32 full,
                                     u32 empty) {
     const int lane = threadIdx.x % 32;
-    wait_for_earlier();
+    pdl_wait();
     for (int k = 0; k < count; ++k) {
         const int stage = k % STAGES;
         const u32 at = data + stage * STAGE + SCALES;
-        wait(empty + 8 * stage, k / STAGES % 2 ^ 1);
+        mbarrier_wait(empty + 8 * stage, k / STAGES % 2 ^ 1);
 #pragma unroll
         for (int t = lane; t < COLS; t += 32)
-            if (t < T) fetch_4(at + 4 * t, x_scale + k * T + t);
-        if (lane == 0) fetch_4(at + 4 * COLS, scale + k);
-        arrive_with_copies(full + 8 * stage);
+            if (t < T) cp_async_4(at + 4 * t, x_scale + k * T + t);
+        if (lane == 0) cp_async_4(at + 4 * COLS, scale + k);
+        cp_async_mbarrier_arrive(full + 8 * stage);
     }
-    end_copies();
+    cp_async_wait_all();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float* x_scale, const float* scale, u16* y,
-       int T, int O, int D) {
+linear(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, const float* x_scale, const float* scale,
+       u16* y, int T, int O, int D) {
     u8* const memory = shared_memory + (-shared_at(shared_memory) & 1023);
     const u32 data = shared_at(memory), full = data + STAGES * STAGE, empty = full + 8 * STAGES;
     if (threadIdx.x < 2 * STAGES)
-        make_barrier(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 1 + 32 : COMPUTING / 32);
+        mbarrier_init(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 1 + 32 : COMPUTING / 32);
     __syncthreads();
-    let_later_begin();
+    pdl_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = blockIdx.x, shares = gridDim.x;
     const int blocks = D / 128, first = share * blocks / shares, count = (share + 1) * blocks / shares - first;
     float* const sums = (float*)memory;  // reuses the stages: [COLS][PITCH]
@@ -75,14 +76,14 @@ linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float
         for (int i = 0; i < COLS / 2; ++i) sum[i] = 0;
         const auto begin = [&](int k, float(&part)[COLS / 2]) {
             const u32 at = data + k % STAGES * STAGE;
-            wait(full + 8 * (k % STAGES), k / STAGES % 2);
+            mbarrier_wait(full + 8 * (k % STAGES), k / STAGES % 2);
             multiply<COLS>(part, at + warp / 4 * (WEIGHTS / 2), at + WEIGHTS);
         };
         const auto scaled = [&](int k, const float(&part)[COLS / 2]) {
             const float* const scales = (const float*)(memory + k % STAGES * STAGE + SCALES);
             add_scaled<COLS>(sum, part, scales, scales[COLS]);
             __syncwarp();
-            if (lane == 0) arrive(empty + 8 * (k % STAGES));
+            if (lane == 0) mbarrier_arrive(empty + 8 * (k % STAGES));
         };
         float part[COLS / 2];
         int k = 0;
@@ -112,17 +113,17 @@ linear(const __grid_constant__ Map w, const __grid_constant__ Map x, const float
             for (int i = 0; i < 4; ++i)
                 sums[(8 * j + lane % 4 * 2 + i % 2) * PITCH + output + i / 2 * 8] = sum[4 * j + i];
     }
-    wait_for_earlier();  // an earlier kernel may read y
-    meet_peers();
+    pdl_wait();  // an earlier kernel may read y
+    cluster_sync();
     const int columns = 4 * lane, o = blockIdx.y * OUTPUTS + columns;
     for (int t = share + shares * warp; t < T; t += shares * (THREADS / 32)) {
         const u32 at = data + 4 * (t * PITCH + columns);
-        float4 total = of_peer(at, 0);
+        float4 total = load_peer_float4(at, 0);
         for (int peer = 1; peer < shares; ++peer) {
-            const float4 more = of_peer(at, peer);
+            const float4 more = load_peer_float4(at, peer);
             total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
         }
-        if (o < O) *(uint2*)(y + (u64)t * O + o) = make_uint2(as_pair(total.x, total.y), as_pair(total.z, total.w));
+        if (o < O) *(uint2*)(y + (u64)t * O + o) = make_uint2(to_bf16x2(total.x, total.y), to_bf16x2(total.z, total.w));
     }
-    leave_peers();
+    cluster_sync_relaxed();
 }

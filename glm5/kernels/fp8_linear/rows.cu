@@ -49,23 +49,24 @@ struct Tiles {
     __device__ int count() const { return (sent + own) * outputs; }
 
     __device__ Tile at(int i) const {
-        const bool goes = i < sent * outputs;
-        const int rows = goes ? sent : own, left = goes ? i : i - sent * outputs, row = left % rows;
-        const int owner = owners == 1 ? 0 : goes ? (rank + 1 + row % (owners - 1)) % owners : rank;
+        const bool is_sent = i < sent * outputs;
+        const int rows = is_sent ? sent : own, left = is_sent ? i : i - sent * outputs, row = left % rows;
+        const int owner = owners == 1 ? 0 : is_sent ? (rank + 1 + row % (owners - 1)) % owners : rank;
         const int output = left / rows * PEERS + blockIdx.x % PEERS;
-        return {owner * share + (goes ? row / (owners - 1) : row) * ROWS, output * OUTPUTS};
+        return {owner * share + (is_sent ? row / (owners - 1) : row) * ROWS, output * OUTPUTS};
     }
 };
 
-static __device__ void fetch(const Map* x, const Map* w, const Tiles& tiles, int T, u32 data, u32 full, u32 empty) {
+static __device__ void fetch(const TensorMap* x, const TensorMap* w, const Tiles& tiles, int T, u32 data, u32 full,
+                             u32 empty) {
     const int step = gridDim.x / PEERS, begin = blockIdx.x / PEERS, half = blockIdx.x % PEERS;
     const auto fetch_weights = [&](int k, int output, int stage) {
-        arrive_with(full + 8 * stage, STAGE);
-        fetch_shared_box(data + stage * STAGE + 2 * HALF, w, 128 * k, output, full + 8 * stage);
+        mbarrier_arrive_expect_tx(full + 8 * stage, STAGE);
+        tma_load(data + stage * STAGE + 2 * HALF, w, 128 * k, output, full + 8 * stage);
     };
     const int ahead = min(STAGES, BLOCKS);
     for (int k = 0; k < ahead; ++k) fetch_weights(k, tiles.at(begin).output, k);
-    wait_for_earlier();
+    pdl_wait();
     int stage = 0, parity = 1;
     bool has_weights = true;  // up to `ahead`
     for (int i = begin; i < tiles.count(); i += step) {
@@ -73,9 +74,9 @@ static __device__ void fetch(const Map* x, const Map* w, const Tiles& tiles, int
         const int row = min(tile.row + half * (ROWS / 2), T - 1);
         for (int k = 0; k < BLOCKS; ++k) {
             if (k == ahead) has_weights = false;
-            wait(empty + 8 * stage, parity);
+            mbarrier_wait(empty + 8 * stage, parity);
             if (!has_weights) fetch_weights(k, tile.output, stage);
-            fetch_for_peers(data + stage * STAGE + half * HALF, x, 128 * k, row, full + 8 * stage, (1 << PEERS) - 1);
+            tma_load_multicast(data + stage * STAGE + half * HALF, x, 128 * k, row, full + 8 * stage, (1 << PEERS) - 1);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         has_weights = false;
@@ -93,92 +94,93 @@ struct Scales {
 
 // Output of a warp, 16 rows of 128 outputs in shared memory. A few rows are stored at a time while the next tile is
 // computed; if all programs stored at once, the link would be congested and delay loads.
-struct Leaving {
-    static constexpr int MOST = BLOCKS >= 32 ? 8 : 4, EVERY = GROUP < MOST ? GROUP : MOST, TIMES = BLOCKS / EVERY;
-    static constexpr int AT_ONCE = (16 + TIMES - 1) / TIMES;
+struct OutputStore {
+    static constexpr int MAX_EVERY = BLOCKS >= 32 ? 8 : 4, EVERY = GROUP < MAX_EVERY ? GROUP : MAX_EVERY;
+    static constexpr int NUM_ISSUES = BLOCKS / EVERY;
+    static constexpr int ROWS_AT_ONCE = (16 + NUM_ISSUES - 1) / NUM_ISSUES;
     u8* const staged;
     u16* to = nullptr;
-    int rows = 0, gone = 0;
+    int rows = 0, issued = 0;
 
-    __device__ void take(const float (&sum)[64], u16* place, int count) {
+    __device__ void stage_rows(const float (&sum)[64], u16* place, int count) {
         const int lane = threadIdx.x % 32;
-        wait_until_read();  // the previous tile's rows
+        bulk_wait_group_read();  // the previous tile's rows
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 64; i += 2)
             *(u32*)(staged + (lane / 4 + i % 4 / 2 * 8) * PITCH + i / 4 * 16 + lane % 4 * 4) =
-                sendable(as_pair(sum[i], sum[i + 1]));
-        for_engines();
+                without_negative_zero(to_bf16x2(sum[i], sum[i + 1]));
+        fence_proxy_async();
         __syncwarp();
-        to = place, rows = min(count, 16), gone = 0;
+        to = place, rows = min(count, 16), issued = 0;
     }
 
-    __device__ void go(int most, int O) {
-        const int row = gone + threadIdx.x % 32;
-        if (row < min(gone + most, rows)) copy_out(to + (u64)row * O, shared_at(staged + row * PITCH), OUTPUTS * 2);
-        end_copies_out();
-        gone += most;
+    __device__ void issue(int most, int O) {
+        const int row = issued + threadIdx.x % 32;
+        if (row < min(issued + most, rows)) bulk_store(to + (u64)row * O, shared_at(staged + row * PITCH), OUTPUTS * 2);
+        bulk_commit_group();
+        issued += most;
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-rows(const __grid_constant__ Map x, const __grid_constant__ Map w, const float* x_scale, const float* scale, u16* y,
-     const u64* buffers, const int* turn, int rank, int num_words, int share, int T, int O) {
+rows(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* x_scale, const float* scale,
+     u16* y, const u64* buffers, const int* slot_ptr, int rank, int num_words, int share, int T, int O) {
     u8* const memory = aligned_memory;
     const u32 data = shared_at(memory), full = data + AT_BARRIER, empty = full + 8 * STAGES;
     if (threadIdx.x < 2 * STAGES)
-        make_barrier(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 1 : PEERS * COMPUTING / 32);
-    meet_peers();
-    let_later_begin();
+        mbarrier_init(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 1 : PEERS * COMPUTING / 32);
+    cluster_sync();
+    pdl_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Tiles tiles(T, O, rank, share);
     if (warp >= COMPUTING / 32) {
-        keep_registers<24>();
+        set_max_registers<24>();
         if (warp == COMPUTING / 32 && lane == 0) fetch(&x, &w, tiles, T, data, full, empty);
         __syncwarp();
     } else {
-        keep_registers<240>();
-        wait_for_earlier();
+        set_max_registers<240>();
+        pdl_wait();
         const Ranks ranks = {buffers, rank, num_words, share};
-        const int slot = turn ? *turn : 0, group = warp / 4, step = gridDim.x / PEERS;
-        const int mine = group * (ROWS / 2) + warp % 4 * 16;
-        Leaving leaving = {memory + AT_RESULT + warp * RESULT};
-        int begun = 0, parity = 0, ended = 0;  // stages
+        const int slot = slot_ptr ? *slot_ptr : 0, group = warp / 4, step = gridDim.x / PEERS;
+        const int own_row = group * (ROWS / 2) + warp % 4 * 16;
+        OutputStore store = {memory + AT_RESULT + warp * RESULT};
+        int stage = 0, parity = 0, ended = 0;  // stages
         const auto begin = [&](float(&part)[64]) {
-            const u32 from = data + begun * STAGE;
-            wait(full + 8 * begun, parity);
+            const u32 from = data + stage * STAGE;
+            mbarrier_wait(full + 8 * stage, parity);
             multiply<OUTPUTS>(part, from + group * HALF, from + 2 * HALF);
-            if (++begun == STAGES) begun = 0, parity ^= 1;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
         };
-        const auto leave = [&] {
+        const auto release = [&] {
             __syncwarp();
-            if (lane < PEERS) arrive_at_peer(empty + 8 * ended, lane);
+            if (lane < PEERS) mbarrier_arrive_at_peer(empty + 8 * ended, lane);
             if (++ended == STAGES) ended = 0;
         };
-        const auto add = [&](float(&sum)[64], const float(&part)[64], const Scales& its) {
-            leave();
-            add_rows<OUTPUTS>(sum, part, its.upper * its.weight, its.lower * its.weight);
+        const auto add = [&](float(&sum)[64], const float(&part)[64], const Scales& scales) {
+            release();
+            add_rows<OUTPUTS>(sum, part, scales.upper * scales.weight, scales.lower * scales.weight);
         };
         float sum[64], part[64], other[64];
         for (int i = blockIdx.x / PEERS; i < tiles.count(); i += step) {
             const Tile tile = tiles.at(i);
-            const int t0 = tile.row + mine, output = tile.output;
+            const int t0 = tile.row + own_row, output = tile.output;
             const int at[2] = {min(t0 + lane / 4, T - 1), min(t0 + lane / 4 + 8, T - 1)};
-            const float *its = x_scale, *weights = scale + output / 128 * BLOCKS;
+            const float *scales = x_scale, *weights = scale + output / 128 * BLOCKS;
             Scales even, odd;
-            even.load(its, at, weights);
+            even.load(scales, at, weights);
 #pragma unroll
             for (int r = 0; r < 64; ++r) sum[r] = 0;
             for (int k = 0; k < BLOCKS; k += GROUP) {
                 begin(part);
 #pragma unroll
                 for (int j = 0; j < GROUP; j += 2) {
-                    odd.load(its + T, at, weights + 1);
+                    odd.load(scales + T, at, weights + 1);
                     begin(other);
                     finish<1>(part);
                     add(sum, part, even);
-                    if (k + j + 2 < BLOCKS) its += 2 * T, weights += 2;
-                    even.load(its, at, weights);
+                    if (k + j + 2 < BLOCKS) scales += 2 * T, weights += 2;
+                    even.load(scales, at, weights);
                     if (j + 2 < GROUP) {
                         begin(part);
                         finish<1>(other);
@@ -186,13 +188,13 @@ rows(const __grid_constant__ Map x, const __grid_constant__ Map w, const float* 
                         finish<0>(other);
                     }
                     add(sum, other, odd);
-                    if (j % Leaving::EVERY == 0) leaving.go(Leaving::AT_ONCE, O);
+                    if (j % OutputStore::EVERY == 0) store.issue(OutputStore::ROWS_AT_ONCE, O);
                 }
             }
-            leaving.take(sum, t0 < T ? ranks.place(y, t0, O, slot) + output : nullptr, T - t0);
+            store.stage_rows(sum, t0 < T ? ranks.place(y, t0, O, slot) + output : nullptr, T - t0);
         }
-        leaving.go(16, O);
-        wait_until_copied();
+        store.issue(16, O);
+        bulk_wait_group();
     }
-    meet_peers();  // a program must not exit while its peer still sends to it
+    cluster_sync();  // a program must not exit while its peer still sends to it
 }

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from glm5.kernels.act_quant import act_quant
 from glm5.kernels.block_scaled import FP8, BlockScaled, num_blocks
 
-_FOURS = 4  # cuBLASLt reads rows of either scale in fours
+_SCALE_ALIGNMENT = 4  # cuBLASLt reads rows of either scale in fours
 
 
 def refusal(weight: BlockScaled, dtype: torch.dtype) -> str | None:
@@ -17,8 +17,8 @@ def refusal(weight: BlockScaled, dtype: torch.dtype) -> str | None:
         return f"needs a Hopper GPU, got {weight.data.device}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"needs bfloat16 or float16, got {dtype}"
-    if rows % 16 or cols % 16 or num_blocks(cols) % _FOURS:
-        return f"needs sizes in multiples of 16 and of {_FOURS} blocks of columns, got [{rows}, {cols}]"
+    if rows % 16 or cols % 16 or num_blocks(cols) % _SCALE_ALIGNMENT:
+        return f"needs sizes in multiples of 16 and of {_SCALE_ALIGNMENT} blocks of columns, got [{rows}, {cols}]"
     return None
 
 
@@ -27,7 +27,7 @@ def fp8_linear(x_TD: Tensor, weight: BlockScaled, quantized: tuple[Tensor, Tenso
     if reason := refusal(weight.check(), x_TD.dtype):
         raise ValueError(f"fp8_linear[scaled_mm] {reason}; use impl='triton' or 'reference'")
     x_fp8, x_scale = quantized or act_quant(x_TD)
-    missing = -len(x_TD) % _FOURS
+    missing = -len(x_TD) % _SCALE_ALIGNMENT
     x_fp8 = F.pad(x_fp8.view(torch.uint8), (0, 0, 0, missing)).view(FP8) if missing else x_fp8
     x_scale = F.pad(x_scale.T, (0, missing)) if missing else x_scale.T.contiguous()
     y_TO = F.scaled_mm(

@@ -20,13 +20,13 @@ from glm5.kernels import tuned
 from glm5.kernels.act_quant.triton import act_quant
 from glm5.kernels.block_scaled import BLOCK, BlockScaled, num_blocks
 from glm5.kernels.triton_fp8 import (
-    eight_times,
     last_to_arrive,
-    let_later_begin,
     partial_products,
-    sixteens,
-    wait_for_earlier,
-    widened,
+    pdl_launch_dependents,
+    pdl_wait,
+    repeat_8,
+    split_by_16,
+    upcast,
 )
 from glm5.kernels.triton_support import arrivals, dependent_launch
 
@@ -58,15 +58,15 @@ def _vector(
     scales = ()
     for step in tl.static_range(STEPS):
         scale = tl.load(scale_at + step * GROUPS, mask=step * GROUPS + g < scale_cols, other=0.0)
-        scales = scales + (eight_times(scale),)
+        scales = scales + (repeat_8(scale),)
     w = tl.load(w_ptr + tl.minimum(o, O - 1).to(tl.int64)[:, None] * D + k[None, :], mask=(k < D)[None, :], other=0.0)
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     # All on their way before the first is put in order, which takes a barrier.
     loads, xs = (), ()
     for step in tl.static_range(STEPS):
         loads = loads + (tl.load(x_ptr + step * K + k, mask=step * K + k < D, other=0.0),)
     for step in tl.static_range(STEPS):
-        xs = xs + (sixteens(loads[step]),)
+        xs = xs + (split_by_16(loads[step]),)
     for tile in tl.static_range(TILES):
         sums = tl.zeros([BLOCK_O, K // 16], tl.float32)
         for step in tl.static_range(STEPS):
@@ -77,7 +77,7 @@ def _vector(
                 w = tl.load(w_ptr + row[:, None] * D + col[None, :], mask=(col < D)[None, :], other=0.0)
             sums += partial_products(now, xs[step]) * scales[step][None, :]
         if tile + 1 == TILES:
-            let_later_begin(PDL)
+            pdl_launch_dependents(PDL)
         tl.store(y_ptr + o, tl.sum(sums, 1).to(y_ptr.dtype.element_ty), mask=o < O)
         o += BLOCK_O
 
@@ -88,7 +88,7 @@ def _finish(sums, y_ptr, partial_ptr, arrivals_ptr, o, t, M, O, SPLIT: tl.conste
     here = (t < M)[None, :] & (o < O)[:, None]
     at = t.to(tl.int64)[None, :] * O + o[:, None]
     if SPLIT == 1:
-        let_later_begin(PDL)
+        pdl_launch_dependents(PDL)
         tl.store(y_ptr + at, sums.to(y_ptr.dtype.element_ty), mask=here)
     else:
         tl.store(partial_ptr + tl.program_id(2) * tl.cast(M, tl.int64) * O + at, sums, mask=here)
@@ -128,12 +128,12 @@ def _few(
     x_at = x_ptr + t[None, :] * D + i[:, None]
     scale_at = scale_ptr + (tl.program_id(0) * BLOCK_O // 128) * scale_cols
     sums = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     for block in tl.range(first, min(first + steps, scale_cols), num_stages=STAGES):
         inside = block * 128 + i < D
         w = tl.load(w_at + block * 128, mask=inside[None, :], other=0.0)
         x = tl.load(x_at + block * 128, mask=(t < M)[None, :] & inside[:, None], other=0.0)
-        sums += tl.dot(widened(w, x), x, input_precision="ieee") * tl.load(scale_at + block)
+        sums += tl.dot(upcast(w, x), x, input_precision="ieee") * tl.load(scale_at + block)
     _finish(sums, y_ptr, partial_ptr, arrivals_ptr, o, t, M, O, SPLIT, PDL)
 
 
@@ -167,7 +167,7 @@ def _tiles(
     scale_at = scale_ptr + (tl.program_id(0) * BLOCK_O // 128) * scale_cols
     x_scale_at = x_scale_ptr + t
     sums = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     for block in tl.range(first, min(first + steps, scale_cols), num_stages=STAGES):
         inside = block * 128 + i < D
         w = tl.load(w_at + block * 128, mask=inside[None, :], other=0.0)

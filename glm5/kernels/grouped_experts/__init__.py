@@ -69,34 +69,34 @@ def _is_plain(_: Tensor, gate_up: Weight, down: Weight, *_given: object) -> bool
     return isinstance(gate_up, Tensor) and isinstance(down, Tensor)
 
 
-def _suits_cuda(x_TD: Tensor, gate_up: Weight, down: Weight, _: Tensor, expert_TA: Tensor, shared: SharedExpert | None):
+def _fits_cuda(x_TD: Tensor, gate_up: Weight, down: Weight, _: Tensor, expert_TA: Tensor, shared: SharedExpert | None):
     if not isinstance(gate_up, BlockScaled) or not isinstance(down, BlockScaled):
         return False
     num_experts, inner = len(down.data), down.data.shape[2]
     return cuda.is_faster(expert_TA.numel(), num_experts, inner) and not cuda.refusal(x_TD, gate_up, down, shared)
 
 
-def _suits_one_by_one(x_TD: Tensor, gate_up: Weight, down: Weight, _: Tensor, expert_TA: Tensor, *_given: object):
+def _fits_one_by_one(x_TD: Tensor, gate_up: Weight, down: Weight, _: Tensor, expert_TA: Tensor, *_given: object):
     return _is_plain(x_TD, gate_up, down) and 0 < expert_TA.numel() <= MAX_PAIRS
 
 
-def _suits_grouped_mm(x_TD: Tensor, gate_up: Weight, down: Weight, *_given: object) -> bool:
+def _fits_grouped_mm(x_TD: Tensor, gate_up: Weight, down: Weight, *_given: object) -> bool:
     return refusal(x_TD, gate_up, down) is None
 
 
 TABLE = Table(
     __name__,
-    cuda=Impl("FP8, 16 or 32 to 80 rows an expert", on="hopper", when=_suits_cuda, gradient=False),
+    cuda=Impl("FP8, 16 or 32 to 80 rows an expert", on="hopper", when=_fits_cuda, gradient=False),
     triton=Impl("FP8, other numbers of rows; tiling_for has four ways", on="triton", when=_is_fp8, gradient=False),
     on_device=Impl("plain weights, nothing waits for the device", on="gpu", when=_is_plain, gradient=False),
     trained=Impl(
         "bfloat16", on="gpu", when=lambda x, *given: _is_plain(x, *given) and x.dtype == torch.bfloat16, gradient=True
     ),
-    one_by_one=Impl("a token or two", on="cpu", when=_suits_one_by_one, gradient=False),
+    one_by_one=Impl("a token or two", on="cpu", when=_fits_one_by_one, gradient=False),
     grouped_mm=Impl(
         "plain, in one product",
         on="cpu",
-        when=_suits_grouped_mm,
+        when=_fits_grouped_mm,
         gradient=False,
     ),
     reference=Impl("the definition"),

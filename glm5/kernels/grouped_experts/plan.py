@@ -19,13 +19,13 @@ _CHUNK, _MANY_PAIRS = 128, 8192  # pairs of a Triton program, twice as many abov
 def tiles_by_expert(expert_TA: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor]:
     """Pairs sorted by expert [T * A], and tiles (expert, first position, rows) [max_tiles + 1, 3]. Unused tiles have no
     rows; the last entry begins with the number of used ones."""
-    if suits_cuda(expert_TA, num_experts):
+    if fits_cuda(expert_TA, num_experts):
         found = plan_on_hopper(expert_TA, num_experts, block_t, 0)
         return found.order, found.tiles
     return by_triton(expert_TA, num_experts, block_t)
 
 
-def suits_cuda(expert_TA: Tensor, num_experts: int) -> bool:
+def fits_cuda(expert_TA: Tensor, num_experts: int) -> bool:
     """Whether plan.cu supports this device, dtype and number of experts."""
     fits = num_experts <= MAX_EXPERTS and expert_TA.dtype == torch.int32
     return fits and not cuda_code.missing_on(expert_TA.device)

@@ -24,22 +24,23 @@ constexpr int ROWS = 96;  // of a tile
 constexpr int DB = D / 128, FB = F / 128, SLICES = D / 256;
 constexpr int STAGES = 4, WEIGHTS = 256 * 128, STAGE = WEIGHTS + ROWS * 128;  // bytes: weights, then rows
 constexpr int CLAIMS = 4;  // tasks between the fastest and the slowest warp
-constexpr int MOST_TOGETHER = 80;  // rows up to which two products in flight fit in registers
-constexpr int PITCH = 144, WIDE = 256;  // row pitch of h and of outputs in shared memory
+constexpr int MAX_OVERLAPPED_ROWS = 80;  // rows up to which two products in flight fit in registers
+constexpr int PITCH = 144, OUTPUT_PITCH = 256;  // row pitch of h and of outputs in shared memory
 constexpr int AT_SCALES = STAGES * STAGE, SCALES = 4 * (ROWS + 4);  // of a stage's rows, then of weights
 constexpr int AT_BARRIER = AT_SCALES + STAGES * SCALES;
 constexpr int AT_CLAIMS = AT_BARRIER + 16 * STAGES;
 constexpr int AT_RESULT = (AT_CLAIMS + 48 * CLAIMS + 127) / 128 * 128;  // outputs, or
 constexpr int AT_AMAX = AT_RESULT, AT_COLUMN = AT_AMAX + 32 * ROWS, AT_H = AT_COLUMN + 8 * ROWS;
-static_assert(1024 + AT_RESULT + 2 * ROWS * WIDE == SHARED_BYTES && AT_H + ROWS * PITCH <= AT_RESULT + 2 * ROWS * WIDE);
+static_assert(1024 + AT_RESULT + 2 * ROWS * OUTPUT_PITCH == SHARED_BYTES &&
+              AT_H + ROWS * PITCH <= AT_RESULT + 2 * ROWS * OUTPUT_PITCH);
 
 struct Tile { int expert, first, count; };  // expert -1: the shared one; first: position of the first row
 
 struct Tiles {
     const int* planned;  // [room, 3], then how many there are
-    int room, T, shared;
+    int max_tiles, T, shared;
 
-    __device__ int count() const { return shared + planned[3 * room]; }
+    __device__ int count() const { return shared + planned[3 * max_tiles]; }
 
     __device__ Tile at(int i) const {
         if (i < shared) return {-1, T * A + i * ROWS, min(ROWS, T - i * ROWS)};
@@ -70,30 +71,30 @@ static_assert(16 + sizeof(Task) == 48);  // bytes of a claim: two barriers and t
 
 // A role's position in the ring of tasks that this program has claimed.
 struct Claims {
-    Task* const taken;
-    const u32 told, known;  // barriers: the task is published; all have read it
+    Task* const tasks;
+    const u32 published, consumed;  // barriers: the task is published; all have read it
     int n = 0;
 
-    __device__ void tell(const Task& task) {
+    __device__ void publish(const Task& task) {
         const int slot = n % CLAIMS;
-        wait(known + 8 * slot, (n++ / CLAIMS & 1) ^ 1);
-        taken[slot] = task;
-        arrive(told + 8 * slot);
+        mbarrier_wait(consumed + 8 * slot, (n++ / CLAIMS & 1) ^ 1);
+        tasks[slot] = task;
+        mbarrier_arrive(published + 8 * slot);
     }
 
     __device__ Task next() {
         const int slot = n % CLAIMS;
-        wait(told + 8 * slot, n++ / CLAIMS & 1);
-        const Task task = taken[slot];
+        mbarrier_wait(published + 8 * slot, n++ / CLAIMS & 1);
+        const Task task = tasks[slot];
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(known + 8 * slot);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(consumed + 8 * slot);
         return task;
     }
 };
 
 // Inputs of a task: two boxes of 128 rows of weights with scales, and rows with scales.
 struct Source {
-    const Map *map, *shared_map, *other_shared_map;
+    const TensorMap *map, *shared_map, *other_shared_map;
     const float *scale, *shared_scale, *other_shared_scale;
     const u8* x;
     const float* x_scale;
@@ -110,7 +111,7 @@ template <bool UP> struct Work {
         return tile.expert < 0 ? slice * 128 : (expert * 2 + second) * F + slice * 128;
     }
 
-    static __device__ const Map* map(const Source& from, const Tile& tile, int second) {
+    static __device__ const TensorMap* map(const Source& from, const Tile& tile, int second) {
         return tile.expert >= 0 ? from.map : second ? from.other_shared_map : from.shared_map;
     }
 
@@ -143,31 +144,31 @@ struct Ring {
 
 // By one thread, which claims tasks.
 template <bool UP> static __device__ void fetch_weights(const Source& from, const Task& task, Ring& ring) {
-    using Its = Work<UP>;
-    const Map *first = Its::map(from, task.tile, 0), *second = Its::map(from, task.tile, 1);
-    const int row = Its::box(task.tile, task.slice, 0), other = Its::box(task.tile, task.slice, 1);
-    for (int k = 0; k < Its::steps; ++k, ring.next()) {
-        wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+    using Inputs = Work<UP>;
+    const TensorMap *first = Inputs::map(from, task.tile, 0), *second = Inputs::map(from, task.tile, 1);
+    const int row = Inputs::box(task.tile, task.slice, 0), other = Inputs::box(task.tile, task.slice, 1);
+    for (int k = 0; k < Inputs::steps; ++k, ring.next()) {
+        mbarrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
         const u32 barrier = ring.full + 8 * ring.stage;
-        arrive_with(barrier, WEIGHTS);
-        fetch_shared_box(ring.at(), first, 128 * k, row, barrier);
-        fetch_shared_box(ring.at() + WEIGHTS / 2, second, 128 * k, other, barrier);
+        mbarrier_arrive_expect_tx(barrier, WEIGHTS);
+        tma_load(ring.at(), first, 128 * k, row, barrier);
+        tma_load(ring.at() + WEIGHTS / 2, second, 128 * k, other, barrier);
     }
 }
 
-static __device__ void claim_tasks(const Source& to_up, const Source& to_down, const Tiles& tiles, Claims& claims,
-                                   int* claimed, Ring& ring) {
+static __device__ void claim_tasks(const Source& up_source, const Source& down_source, const Tiles& tiles,
+                                   Claims& claims, int* claimed, Ring& ring) {
     Task task(tiles, atomicAdd(claimed, 1));
     int after = atomicAdd(claimed, 1);
     while (true) {
         const Task next(tiles, after);  // loaded while this task's weights are, as is the number of the one after
         after = atomicAdd(claimed, 1);
-        claims.tell(task);
+        claims.publish(task);
         if (task.kind == NONE) return;
         if (task.kind == UP)
-            fetch_weights<true>(to_up, task, ring);
+            fetch_weights<true>(up_source, task, ring);
         else
-            fetch_weights<false>(to_down, task, ring);
+            fetch_weights<false>(down_source, task, ring);
         task = next;
     }
 }
@@ -175,67 +176,67 @@ static __device__ void claim_tasks(const Source& to_up, const Source& to_down, c
 // Loads rows and all scales with FETCHING threads: eight threads per row, 16 bytes each, in the swizzled layout of
 // wgmma.
 struct Rows {
-    static constexpr int AT_ONCE = FETCHING / 8, PASSES = ROWS / AT_ONCE, UNDER_WAY = STAGES - 2;
+    static constexpr int ROWS_AT_ONCE = FETCHING / 8, PASSES = ROWS / ROWS_AT_ONCE, IN_FLIGHT = STAGES - 2;
     static_assert(FETCHING == ROWS);  // of which each has a scale to fetch
     const Tiles& tiles;
     const int *order, *done;  // how much of `up`, then of each tile
     Ring ring;
-    int begun = 0, told = 0;  // stages
+    int issued = 0, published = 0;  // stages
 
-    __device__ void tell() {
-        for_engines();
-        arrive(ring.full + 8 * (told++ % STAGES));
+    __device__ void publish() {
+        fence_proxy_async();
+        mbarrier_arrive(ring.full + 8 * (published++ % STAGES));
     }
 
-    __device__ void tell_all() {
-        end_copies();
-        while (told < begun) tell();
+    __device__ void publish_all() {
+        cp_async_wait_all();
+        while (published < issued) publish();
     }
 
     template <bool UP> __device__ void fetch(const Source& from, const Task& task) {
-        using Its = Work<UP>;
-        const int me = threadIdx.x - (THREADS - FETCHING), chunk = me % 8;
+        using Inputs = Work<UP>;
+        const int thread = threadIdx.x - (THREADS - FETCHING), chunk = thread % 8;
         const Tile& tile = task.tile;
         u32 offset[PASSES];
 #pragma unroll
         for (int p = 0; p < PASSES; ++p) {
-            const int r = min(me / 8 + AT_ONCE * p, tile.count - 1);
-            offset[p] = Its::row(tile, order, tile.first + r, tiles.T) * Its::width + 16 * chunk;
+            const int r = min(thread / 8 + ROWS_AT_ONCE * p, tile.count - 1);
+            offset[p] = Inputs::row(tile, order, tile.first + r, tiles.T) * Inputs::width + 16 * chunk;
         }
-        const int its = Its::row(tile, order, tile.first + min(me, tile.count - 1), tiles.T);
-        const float* const scale = from.x_scale + its;
-        const float* const weight_scale = Its::scales(from, tile, task.slice, me & 1);
-        for (int k = 0; k < Its::steps; ++k, ring.next()) {
-            wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+        const int first_row = Inputs::row(tile, order, tile.first + min(thread, tile.count - 1), tiles.T);
+        const float* const scale = from.x_scale + first_row;
+        const float* const weight_scale = Inputs::scales(from, tile, task.slice, thread & 1);
+        for (int k = 0; k < Inputs::steps; ++k, ring.next()) {
+            mbarrier_wait(ring.empty + 8 * ring.stage, ring.parity ^ 1);
 #pragma unroll
             for (int p = 0; p < PASSES; ++p) {
-                const int r = me / 8 + AT_ONCE * p;
+                const int r = thread / 8 + ROWS_AT_ONCE * p;
                 const u32 to = ring.at() + WEIGHTS + r * 128 + ((chunk ^ (r & 7)) << 4);
-                if (r < tile.count) fetch_16(to, from.x + offset[p] + 128 * k);
+                if (r < tile.count) cp_async_16(to, from.x + offset[p] + 128 * k);
             }
-            if (me < tile.count) fetch_4(ring.scales() + 4 * me, scale + k * from.rows);
-            if (me < 2) fetch_4(ring.scales() + 4 * (ROWS + me), weight_scale + k);
-            end_group_of_copies();
-            wait_for_copies<UNDER_WAY>();
-            if (++begun - told > UNDER_WAY) tell();
+            if (thread < tile.count) cp_async_4(ring.scales() + 4 * thread, scale + k * from.rows);
+            if (thread < 2) cp_async_4(ring.scales() + 4 * (ROWS + thread), weight_scale + k);
+            cp_async_commit_group();
+            cp_async_wait_group<IN_FLIGHT>();
+            if (++issued - published > IN_FLIGHT) publish();
         }
     }
 
-    __device__ void all(const Source& to_up, const Source& to_down, Claims& claims) {
+    __device__ void all(const Source& up_source, const Source& down_source, Claims& claims) {
         bool has_all = false;
         while (true) {
             const Task task = claims.next();
-            if (task.kind == NONE) return tell_all();
+            if (task.kind == NONE) return publish_all();
             if (task.kind == UP) {
-                fetch<true>(to_up, task);
+                fetch<true>(up_source, task);
                 continue;
             }
-            if (!has_all) has_all = come_to(done) == tiles.count() * FB;
-            if (!has_all && come_to(done + 1 + task.index) < FB) {
-                tell_all();  // other programs may wait for this one
-                await_count(done + 1 + task.index, FB);
+            if (!has_all) has_all = load_acquire(done) == tiles.count() * FB;
+            if (!has_all && load_acquire(done + 1 + task.index) < FB) {
+                publish_all();  // other programs may wait for this one
+                wait_for_count(done + 1 + task.index, FB);
             }
-            fetch<false>(to_down, task);
+            fetch<false>(down_source, task);
         }
     }
 };
@@ -244,13 +245,13 @@ struct Rows {
 // one is scaled, except at the end of a group of stages; registers suffice for that up to MOST_TOGETHER rows.
 template <int N, int STEPS>
 static __device__ void accumulate(Ring& ring, float (&first)[N / 2], float (&second)[N / 2]) {
-    constexpr bool TOGETHER = N <= MOST_TOGETHER;
-    constexpr int GROUP = TOGETHER && STEPS % 2 == 0 ? 2 : 1;
+    constexpr bool OVERLAPPED = N <= MAX_OVERLAPPED_ROWS;
+    constexpr int GROUP = OVERLAPPED && STEPS % 2 == 0 ? 2 : 1;
     const u32 half = threadIdx.x / 128 * (WEIGHTS / 4);
     const auto scales = [&](int stage) { return (const float*)(ring.memory + AT_SCALES + stage * SCALES); };
-    const auto leave = [&](int stage) {
+    const auto release = [&](int stage) {
         __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(ring.empty + 8 * stage);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(ring.empty + 8 * stage);
     };
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) first[i] = second[i] = 0;
@@ -261,15 +262,15 @@ static __device__ void accumulate(Ring& ring, float (&first)[N / 2], float (&sec
         for (int j = 0; j < GROUP; ++j) {
             const int stage = ring.stage;
             const u32 w = ring.at() + half, x = ring.at() + WEIGHTS;
-            wait(ring.full + 8 * stage, ring.parity);
+            mbarrier_wait(ring.full + 8 * stage, ring.parity);
             ring.next();
             multiply<N>(part, w, x);
             if (j > 0) {
                 finish<1>(other);
                 add_scaled<N>(second, other, scales(before), scales(before)[ROWS + 1]);
-                leave(before);
+                release(before);
             }
-            if constexpr (TOGETHER) {
+            if constexpr (OVERLAPPED) {
                 multiply<N>(other, w + WEIGHTS / 2, x);
                 finish<1>(part);
                 add_scaled<N>(first, part, scales(stage), scales(stage)[ROWS]);
@@ -282,15 +283,15 @@ static __device__ void accumulate(Ring& ring, float (&first)[N / 2], float (&sec
         }
         finish<0>(other);
         add_scaled<N>(second, other, scales(before), scales(before)[ROWS + 1]);
-        leave(before);
+        release(before);
     }
 }
 
-static __device__ void together() { meet(1, COMPUTING); }
+static __device__ void sync_consumers() { named_barrier_sync(1, COMPUTING); }
 
 // 128 values of h of a tile's rows, in FP8. The routing weight is multiplied into their scale.
 template <int N>
-static __device__ void make_h(Ring& ring, const Tile& tile, int slice, const int* order, const float* weight, u8* h,
+static __device__ void compute_h(Ring& ring, const Tile& tile, int slice, const int* order, const float* weight, u8* h,
                               float* h_scale, int T) {
     float value[N / 2], up[N / 2];
     accumulate<N, DB>(ring, value, up);
@@ -312,7 +313,7 @@ static __device__ void make_h(Ring& ring, const Tile& tile, int slice, const int
             for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
             if (lane < 4) amax[warp * ROWS + 8 * j + 2 * lane + c] = most;
         }
-    together();
+    sync_consumers();
     if (threadIdx.x < N) {
         float most = 1e-4f;
 #pragma unroll
@@ -325,7 +326,7 @@ static __device__ void make_h(Ring& ring, const Tile& tile, int slice, const int
             h_scale[slice * (T * A + T) + place] = scale * share;
         }
     }
-    together();
+    sync_consumers();
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
         const int n = 8 * j + lane % 4 * 2;
@@ -334,45 +335,48 @@ static __device__ void make_h(Ring& ring, const Tile& tile, int slice, const int
         for (int i = 0; i < 2; ++i) {
             const float low = quotient(value[4 * j + 2 * i], one.x, one.y);
             const float high = quotient(value[4 * j + 2 * i + 1], two.x, two.y);
-            const u16 codes = as_codes(low, high);
+            const u16 codes = to_e4m3x2(low, high);
             result[n * PITCH + row + 8 * i] = (u8)codes;
             result[(n + 1) * PITCH + row + 8 * i] = (u8)(codes >> 8);
         }
     }
-    together();
+    sync_consumers();
     for (int i = threadIdx.x; i < 8 * tile.count; i += COMPUTING)
         *(uint4*)(h + (u64)(tile.first + i / 8) * F + slice * 128 + 16 * (i % 8)) =
             *(const uint4*)(result + i / 8 * PITCH + 16 * (i % 8));
-    together();  // all is stored, so `down` may overwrite the buffer
+    sync_consumers();  // all is stored, so `down` may overwrite the buffer
 }
 
 // 256 outputs of a tile's rows.
 template <int N>
-static __device__ void make_terms(Ring& ring, const Tile& tile, int slice, u16* y) {
-    const int half = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, me = threadIdx.x % 128;
+static __device__ void compute_outputs(Ring& ring, const Tile& tile, int slice, u16* y) {
+    const int half = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    const int thread = threadIdx.x % 128;
     float first[N / 2], second[N / 2];
     accumulate<N, FB>(ring, first, second);
-    u8* const result = ring.memory + AT_RESULT + half * ROWS * WIDE;
-    const u32 mine = shared_at(result) + lane % 8 * WIDE;  // 16-byte parts, swizzled to avoid bank conflicts
+    u8* const result = ring.memory + AT_RESULT + half * ROWS * OUTPUT_PITCH;
+    // 16-byte parts, swizzled to avoid bank conflicts
+    const u32 own_rows = shared_at(result) + lane % 8 * OUTPUT_PITCH;
     const auto part = [&](int i) { return (2 * warp + lane / 8 % 2 + i ^ lane % 8) * 16; };
-    meet(2 + half, 128);  // the previous task's copies have finished
+    named_barrier_sync(2 + half, 128);  // the previous task's copies have finished
 #pragma unroll
     for (int j = 0; j < N / 8; ++j) {
-        store_turned(mine + 8 * j * WIDE + part(0), as_pair(first[4 * j], first[4 * j + 1]),
-                     as_pair(first[4 * j + 2], first[4 * j + 3]));
-        store_turned(mine + 8 * j * WIDE + part(8), as_pair(second[4 * j], second[4 * j + 1]),
-                     as_pair(second[4 * j + 2], second[4 * j + 3]));
+        stmatrix_transposed(own_rows + 8 * j * OUTPUT_PITCH + part(0), to_bf16x2(first[4 * j], first[4 * j + 1]),
+                     to_bf16x2(first[4 * j + 2], first[4 * j + 3]));
+        stmatrix_transposed(own_rows + 8 * j * OUTPUT_PITCH + part(8), to_bf16x2(second[4 * j], second[4 * j + 1]),
+                     to_bf16x2(second[4 * j + 2], second[4 * j + 3]));
     }
-    meet(2 + half, 128);
-    u16* const to = y + (u64)tile.first * D + slice * 256 + 128 * (me / 8 % 2) + 64 * half + 8 * (me % 8);
+    named_barrier_sync(2 + half, 128);
+    u16* const to = y + (u64)tile.first * D + slice * 256 + 128 * (thread / 8 % 2) + 64 * half + 8 * (thread % 8);
 #pragma unroll
     for (int p = 0; p < N / 8; ++p) {
-        const int r = me / 16 + 8 * p;
-        if (r < tile.count) *(uint4*)(to + r * D) = *(const uint4*)(result + r * WIDE + 16 * (me % 16 ^ r % 8));
+        const int r = thread / 16 + 8 * p;
+        if (r < tile.count)
+            *(uint4*)(to + r * D) = *(const uint4*)(result + r * OUTPUT_PITCH + 16 * (thread % 16 ^ r % 8));
     }
 }
 
-#define OF_SIZE(count, call)                                                                                      \
+#define WITH_ROWS(count, call)                                                                                      \
     if (count <= 32) { constexpr int N = 32; call; }                                                              \
     else if (count <= 64) { constexpr int N = 64; call; }                                                         \
     else if (count <= 80) { constexpr int N = 80; call; }                                                         \
@@ -380,45 +384,46 @@ static __device__ void make_terms(Ring& ring, const Tile& tile, int slice, u16* 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 experts(const u8* x, const float* x_scale, const int* order, const int* planned, int* progress, const float* weight,
-        const __grid_constant__ Map gate_up, const __grid_constant__ Map shared_gate,
-        const __grid_constant__ Map shared_up, const __grid_constant__ Map w_down,
-        const __grid_constant__ Map shared_down, const float* gate_up_scale, const float* shared_gate_scale,
+        const __grid_constant__ TensorMap gate_up, const __grid_constant__ TensorMap shared_gate,
+        const __grid_constant__ TensorMap shared_up, const __grid_constant__ TensorMap w_down,
+        const __grid_constant__ TensorMap shared_down, const float* gate_up_scale, const float* shared_gate_scale,
         const float* shared_up_scale, const float* down_scale, const float* shared_down_scale, u8* h, float* h_scale,
-        u16* y, int T, int room, int shared_tiles) {
-    const Source to_up = {&gate_up, &shared_gate, &shared_up, gate_up_scale, shared_gate_scale, shared_up_scale,
+        u16* y, int T, int max_tiles, int shared_tiles) {
+    const Source up_source = {&gate_up, &shared_gate, &shared_up, gate_up_scale, shared_gate_scale, shared_up_scale,
                           x, x_scale, T};
-    const Source to_down = {&w_down, &shared_down, &shared_down, down_scale, shared_down_scale, shared_down_scale,
+    const Source down_source = {&w_down, &shared_down, &shared_down, down_scale, shared_down_scale, shared_down_scale,
                             h, h_scale, T * A + T};
-    const Tiles tiles = {planned, room, T, shared_tiles};
+    const Tiles tiles = {planned, max_tiles, T, shared_tiles};
     u8* const memory = shared_memory + (-shared_at(shared_memory) & 1023);
-    const u32 data = shared_at(memory), full = data + AT_BARRIER, told = data + AT_CLAIMS;
+    const u32 data = shared_at(memory), full = data + AT_BARRIER, published = data + AT_CLAIMS;
     Ring ring = {memory, data, full, full + 8 * STAGES, 0, 0};
-    Claims claims = {(Task*)(memory + AT_CLAIMS + 16 * CLAIMS), told, told + 8 * CLAIMS};
+    Claims claims = {(Task*)(memory + AT_CLAIMS + 16 * CLAIMS), published, published + 8 * CLAIMS};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (warp == 0 && lane < 2 * STAGES) make_barrier(full + 8 * lane, lane < STAGES ? 1 + FETCHING : COMPUTING / 32);
-    if (warp == 1 && lane < 2 * CLAIMS) make_barrier(told + 8 * lane, lane < CLAIMS ? 1 : (COMPUTING + FETCHING) / 32);
+    if (warp == 0 && lane < 2 * STAGES) mbarrier_init(full + 8 * lane, lane < STAGES ? 1 + FETCHING : COMPUTING / 32);
+    if (warp == 1 && lane < 2 * CLAIMS)
+        mbarrier_init(published + 8 * lane, lane < CLAIMS ? 1 : (COMPUTING + FETCHING) / 32);
     __syncthreads();
-    wait_for_earlier();
+    pdl_wait();
     if (warp >= COMPUTING / 32) {
-        keep_registers<72>();
+        set_max_registers<72>();
         if (warp > COMPUTING / 32) {
             Rows rows = {tiles, order, progress + 1, ring};
-            rows.all(to_up, to_down, claims);
+            rows.all(up_source, down_source, claims);
         } else if (lane == 0) {
-            claim_tasks(to_up, to_down, tiles, claims, progress, ring);
+            claim_tasks(up_source, down_source, tiles, claims, progress, ring);
         }
         return;
     }
-    keep_registers<216>();
+    set_max_registers<216>();
     while (true) {
         const Task task = claims.next();
         const Tile& tile = task.tile;
         if (task.kind == NONE) return;
         if (task.kind == UP) {
-            OF_SIZE(tile.count, (make_h<N>(ring, tile, task.slice, order, weight, h, h_scale, T)))
-            if (threadIdx.x == 0) add_count(progress + 2 + task.index), add_count(progress + 1);
+            WITH_ROWS(tile.count, (compute_h<N>(ring, tile, task.slice, order, weight, h, h_scale, T)))
+            if (threadIdx.x == 0) add_release(progress + 2 + task.index), add_release(progress + 1);
         } else {
-            OF_SIZE(tile.count, (make_terms<N>(ring, tile, task.slice, y)))
+            WITH_ROWS(tile.count, (compute_outputs<N>(ring, tile, task.slice, y)))
         }
     }
 }

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 
 from glm5.kernels.triton_fp8 import (
-    eight_times,
     experts_of,
-    let_later_begin,
     pairs_of,
     partial_products,
-    sixteens,
-    wait_for_earlier,
-    widened,
+    pdl_launch_dependents,
+    pdl_wait,
+    repeat_8,
+    split_by_16,
+    upcast,
 )
 
 
@@ -49,8 +49,8 @@ def gate_up_vector(
     t = tl.program_id(1).to(tl.int64)
     a = tl.program_id(2)
     scale_rows = tl.cdiv(F, 128)
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     if a < A:
         expert = tl.load(expert_ptr + t * A + a).to(tl.int64)
         gate_ptr = w_ptr + expert * 2 * F * D
@@ -74,11 +74,11 @@ def gate_up_vector(
         here = step * GROUPS + g < scale_cols
         gate_scale = tl.load(gate_scale_ptr + scale_at + step * GROUPS, mask=here, other=0.0)
         up_scale = tl.load(up_scale_ptr + scale_at + step * GROUPS, mask=here, other=0.0)
-        gate_scales = gate_scales + (eight_times(gate_scale),)
-        up_scales = up_scales + (eight_times(up_scale),)
+        gate_scales = gate_scales + (repeat_8(gate_scale),)
+        up_scales = up_scales + (repeat_8(up_scale),)
         loads = loads + (tl.load(x_ptr + t * D + step * K + k, mask=step * K + k < D, other=0.0),)
     for step in tl.static_range(STEPS):
-        xs = xs + (sixteens(loads[step]),)
+        xs = xs + (split_by_16(loads[step]),)
     for tile in tl.static_range(TILES):
         gate_F = tl.zeros([BLOCK_F, K // 16], tl.float32)
         up_F = tl.zeros([BLOCK_F, K // 16], tl.float32)
@@ -148,10 +148,10 @@ def down_vector(
         other=0.0,
     )
     scale *= tl.load(weight_ptr + t * A + a, mask=a < A, other=0.0)[:, None]
-    scale = eight_times(tl.reshape(scale, [PAIRS * BLOCKS]))
-    wait_for_earlier(PDL)
+    scale = repeat_8(tl.reshape(scale, [PAIRS * BLOCKS]))
+    pdl_wait(PDL)
     h_at = h_ptr + t * (A + SHARED) * F
-    h = sixteens(tl.load(h_at + (k // FP) * F + k % FP, mask=here, other=0.0))
+    h = split_by_16(tl.load(h_at + (k // FP) * F + k % FP, mask=here, other=0.0))
     if SHARED:
         shared_h = tl.load(h_at + A * F + f, mask=f < F, other=0.0)
         shared_h = tl.reshape(tl.reshape(shared_h, [BLOCKS, 128]) * shared_scale[:, None], [FP])
@@ -165,7 +165,7 @@ def down_vector(
             if SHARED:
                 shared_w = tl.load(shared_ptr + row + f[None, :], mask=(f < F)[None, :], other=0.0)
         else:
-            let_later_begin(PDL)
+            pdl_launch_dependents(PDL)
         tl.store(out_ptr + t * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
         d += BLOCK_D
 
@@ -198,8 +198,8 @@ def gate_up_pairs(
     i = tl.arange(0, 128)
     scale_rows = tl.cdiv(F, 128)
     row = tl.minimum(f, F - 1).to(tl.int64) * D
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     experts, expert, count = experts_of(expert_ptr, tl.minimum(p, T * A - 1), T * A, PAIRS)
     if p < T * A:
         gate_ptr = w_ptr + expert.to(tl.int64) * 2 * F * D
@@ -229,8 +229,8 @@ def gate_up_pairs(
             gate_w = tl.load(gate_at + block * 128, mask=inside[None, :], other=0.0)
             up_w = tl.load(up_at + block * 128, mask=inside[None, :], other=0.0)
             x = tl.load(x_at + block * 128, mask=here[None, :] & inside[:, None], other=0.0)
-            gate += tl.dot(widened(gate_w, x), x, input_precision="ieee") * tl.load(gate_scale_ptr + scale_at + block)
-            up += tl.dot(widened(up_w, x), x, input_precision="ieee") * tl.load(up_scale_ptr + scale_at + block)
+            gate += tl.dot(upcast(gate_w, x), x, input_precision="ieee") * tl.load(gate_scale_ptr + scale_at + block)
+            up += tl.dot(upcast(up_w, x), x, input_precision="ieee") * tl.load(up_scale_ptr + scale_at + block)
         h = gate / (1 + tl.exp(-gate)) * up
         h_at = h_ptr + pair.to(tl.int64)[None, :] * F + f[:, None]
         tl.store(h_at, h.to(h_ptr.dtype.element_ty), mask=here[None, :] & (f < F)[:, None])
@@ -277,8 +277,8 @@ def down_pairs(
     at_ptr = tl.multiple_of(at_ptr, 16)
     first = tl.program_id(0) * TILES
     last = min(first + TILES, tl.cdiv(D, BLOCK_D))
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     for tile in range(tl.cdiv(count, 8)):
         here = tile * 8 + r < count
         if p < T * A:
@@ -302,13 +302,13 @@ def down_pairs(
             if HELD:
                 for block in tl.static_range(BLOCKS):
                     w = tl.load(w_at + block * 128, mask=(block * 128 + i < F)[None, :], other=0.0)
-                    y += tl.dot(widened(w, hs[block]), hs[block], input_precision="ieee") * tl.load(scale_at + block)
+                    y += tl.dot(upcast(w, hs[block]), hs[block], input_precision="ieee") * tl.load(scale_at + block)
             else:
                 for block in tl.range(BLOCKS, num_stages=STAGES):
                     inside = block * 128 + i < F
                     w = tl.load(w_at + block * 128, mask=inside[None, :], other=0.0)
                     h = tl.load(h_at + block * 128, mask=here[None, :] & inside[:, None], other=0.0)
-                    y += tl.dot(widened(w, h), h, input_precision="ieee") * tl.load(scale_at + block)
+                    y += tl.dot(upcast(w, h), h, input_precision="ieee") * tl.load(scale_at + block)
             stored = here[None, :] & (step * BLOCK_D + d < D)[:, None]
             tl.store(y_at + step * BLOCK_D, y * weight[None, :], mask=stored)
 
@@ -344,8 +344,8 @@ def combine(
     """out [T, D]: the sum of each token's outputs. `plus`, if given, is added to the rounded sum."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     out = sum_of_outputs(y_ptr, t, d, T, D, A, SHARED, place_ptr).to(out_ptr.dtype.element_ty)
     if plus_ptr is not None:
         plus = tl.load(plus_ptr + t * D + d, mask=d < D, other=0.0)

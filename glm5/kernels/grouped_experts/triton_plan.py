@@ -7,7 +7,7 @@ the tokens at the shared expert, which come after all pairs: position T * A + t.
 import triton
 import triton.language as tl
 
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 
 
 @triton.jit
@@ -17,8 +17,8 @@ def count(expert_ptr, count_ptr, rank_ptr, num_pairs, EXPERTS: tl.constexpr, CHU
     """
     i = tl.arange(0, CHUNK)
     j = tl.program_id(0) * CHUNK + i
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     experts = tl.load(expert_ptr + j, mask=j < num_pairs, other=EXPERTS - 1)
     tl.store(count_ptr + tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(experts, EXPERTS))
     is_earlier = (experts[:, None] == experts[None, :]) & (i[None, :] < i[:, None])
@@ -47,8 +47,8 @@ def plan(
     e = tl.arange(0, EXPERTS)
     c = tl.arange(0, 16)
     i = tl.arange(0, CHUNK)
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     earlier = tl.zeros([EXPERTS], tl.int32)
     total = tl.zeros([EXPERTS], tl.int32)
     for start in tl.range(0, num_chunks, 16, num_stages=3):

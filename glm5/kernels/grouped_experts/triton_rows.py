@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from glm5.kernels.grouped_experts.triton_plan import tile_at
-from glm5.kernels.triton_fp8 import let_later_begin, quotient, scale_of, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait, quotient, scale_of
 
 
 @triton.jit
@@ -91,8 +91,8 @@ def gate_up_rows(
     PDL: tl.constexpr,
 ):
     """As `gate_up_tiles`."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     expert, first, count = tile_at(tile_ptr, tl.program_id(1), T, A, shared_tiles, BLOCK_T)
     if count == 0:
         return
@@ -203,8 +203,8 @@ def down_rows(
 ):
     """As `down_tiles`; a tile of TILE_T rows goes to several programs of BLOCK_T."""
     PARTS: tl.constexpr = TILE_T // BLOCK_T
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     expert, first, count = tile_at(tile_ptr, tl.program_id(1) // PARTS, T, A, shared_tiles, TILE_T)
     before = tl.program_id(1) % PARTS * BLOCK_T
     if count <= before:

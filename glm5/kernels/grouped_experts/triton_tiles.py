@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from glm5.kernels.triton_fp8 import (
-    let_later_begin,
+    pdl_launch_dependents,
+    pdl_wait,
     quotient,
     scale_of,
-    wait_for_earlier,
 )
 
 
@@ -87,8 +87,8 @@ def gate_up_tiles(
         gate_scale_ptr = scale_ptr + expert * 2 * scale_rows * scale_cols
         up_scale_ptr = gate_scale_ptr + scale_rows * scale_cols
     row = tl.minimum(f, F - 1).to(tl.int64) * D
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     count = tl.minimum(BLOCK_T, T - tl.program_id(1) * BLOCK_T)
     if expert >= 0:
         count = _find(expert_ptr, expert, count_ptr, found_ptr, T, A, PAIRS)
@@ -164,8 +164,8 @@ def down_tiles(
         at_ptr = w_ptr + expert.to(tl.int64) * F * D
         at_scale_ptr = scale_ptr + expert * tl.cdiv(D, 128) * BLOCKS
     at_ptr = tl.multiple_of(at_ptr, 16)
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     first = _rows_of(found_ptr, expert, 0, T, A, BLOCK_T)  # beside their number
     count = tl.minimum(BLOCK_T, T - tl.program_id(1) * BLOCK_T)
     if expert >= 0:

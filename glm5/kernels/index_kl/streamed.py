@@ -42,13 +42,13 @@ class _IndexKl(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_TJI, key_PZI, w_TJ, served: list[Served], where, index_scale: float, scale: float):
         keys_TK, page_table_BN, _, end_T = where
-        pass_ = _Pass(q_TJI, key_PZI, w_TJ, served, where, index_scale, scale, learns=any(ctx.needs_input_grad))
+        pass_ = _Pass(q_TJI, key_PZI, w_TJ, served, where, index_scale, scale, needs_grad=any(ctx.needs_input_grad))
         context = min(page_table_BN.shape[1] * key_PZI.shape[1], int(end_T.max()) if len(end_T) else 0)
         if keys_TK is not None and context > _GATHER_FROM * keys_TK.shape[1]:
             pass_.by_keys()
         else:
             pass_.by_tiles()
-        if pass_.learns:
+        if pass_.needs_grad:
             ctx.save_for_backward(pass_.grad_q, pass_.grad_key.to(key_PZI.dtype), pass_.grad_w)
         return pass_.loss
 
@@ -59,16 +59,16 @@ class _IndexKl(torch.autograd.Function):
 
 
 class _Pass:
-    """One pass over the queries that accumulates `loss` and, with `learns`, the gradients."""
+    """One pass over the queries that accumulates `loss` and, with `needs_grad`, the gradients."""
 
-    def __init__(self, q_TJI, key_PZI, w_TJ, served: list[Served], where, index_scale: float, scale: float, *, learns):
+    def __init__(self, q_TJI, key_PZI, w_TJ, served: list[Served], where, index_scale: float, scale, *, needs_grad):
         self.q_TJI, self.key_PZI, self.w_TJ, self.served = q_TJI, key_PZI, w_TJ, served
         self.keys_TK, self.page_table_BN, self.row_T, self.end_T = where
-        self.index_scale, self.scale, self.learns = index_scale, scale, learns
+        self.index_scale, self.scale, self.needs_grad = index_scale, scale, needs_grad
         self.wide = torch.promote_types(q_TJI.dtype, torch.float32)
         self.num_heads = max(q_TJI.shape[1], *(q_THL.shape[1] for q_THL, _, _ in served))
         self.loss = torch.zeros((), dtype=self.wide, device=q_TJI.device)
-        if learns:
+        if needs_grad:
             self.grad_q, self.grad_w = torch.zeros_like(q_TJI), torch.zeros_like(w_TJ)
             self.grad_key = torch.zeros_like(key_PZI, dtype=self.wide)
 
@@ -84,7 +84,7 @@ class _Pass:
                 hits_TJS = dense_logits(q_TJI, key_GSI.to(self.wide), self.index_scale).relu_()
                 score_TS[:, keys] = torch.bmm(w_TJ.unsqueeze(1), hits_TJS).squeeze(1)
             grad_TS = self._compare_tile(tile, score_TS, self._tile_target(reader, tile, blocks))
-            if not self.learns:
+            if not self.needs_grad:
                 continue
             grad_q_TJI = torch.zeros_like(q_TJI)
             for keys, key_GSI in reader.blocks(self.key_PZI, tile, blocks):
@@ -123,7 +123,7 @@ class _Pass:
             hits_TJK = torch.einsum("tji,tki->tjk", q_TJI, key_TKI).mul_(self.index_scale).relu_()
             score_TK = torch.bmm(w_TJ.unsqueeze(1), hits_TJK).squeeze(1)
             grad_TK = self._compare(score_TK, target_TK, hidden_TK)
-            if self.learns:
+            if self.needs_grad:
                 grad_hits_TJK = self._grad_hits(part, w_TJ, hits_TJK, grad_TK)
                 self.grad_q[part] = torch.einsum("tjk,tki->tji", grad_hits_TJK, key_TKI)
                 grad_TKI = torch.einsum("tjk,tji->tki", grad_hits_TJK, q_TJI)

@@ -73,7 +73,7 @@ def index_kl(
 class _IndexKl(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_TJI, key_PZI, w_TJ, served: list[Served], where, index_scale: float, scale: float):
-        learns = any(ctx.needs_input_grad)
+        needs_grad = any(ctx.needs_input_grad)
         way = triton_dense.QueryPass if where[0] is None else triton_selected.QueryPass
         found = way(q_TJI.contiguous(), key_PZI.contiguous(), w_TJ.float().contiguous(), served, where)
         losses = []
@@ -84,9 +84,9 @@ class _IndexKl(torch.autograd.Function):
             loss_T = torch.empty(len(score_TS), dtype=torch.float32, device=q_TJI.device)
             _compare[(len(score_TS),)](score_TS, target_TS, count_T, loss_T, score_TS.shape[1], BLOCK=_BLOCK)
             losses.append(loss_T.sum())
-            if learns:
-                found.learn(part, score_TS, index_scale)
-        if learns:
+            if needs_grad:
+                found.accumulate_grad(part, score_TS, index_scale)
+        if needs_grad:
             ctx.save_for_backward(*found.gradients(key_PZI.dtype, w_TJ.dtype))
         return torch.stack(losses).sum() if losses else q_TJI.new_zeros((), dtype=torch.float32)
 

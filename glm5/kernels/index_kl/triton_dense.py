@@ -185,7 +185,7 @@ class QueryPass:
             )  # fmt: skip
         return target_TS
 
-    def learn(self, part: slice, grad_score_TS: Tensor, index_scale: float) -> None:
+    def accumulate_grad(self, part: slice, grad_score_TS: Tensor, index_scale: float) -> None:
         first, stop = self._range(part)
         num_tokens, J, I = self.q_TJI.shape
         sizes = (index_scale, self.num_columns, J, I)

@@ -122,7 +122,7 @@ class QueryPass:
             )  # fmt: skip
         return target_TK
 
-    def learn(self, part: slice, grad_score_TK: Tensor, index_scale: float) -> None:
+    def accumulate_grad(self, part: slice, grad_score_TK: Tensor, index_scale: float) -> None:
         _, J, I = self.q_TJI.shape
         in_order = torch.are_deterministic_algorithms_enabled()
         step = max(1, (1 << 28) // (self.num_columns * I)) if in_order else len(grad_score_TK)

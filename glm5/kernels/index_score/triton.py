@@ -15,7 +15,7 @@ from torch import Tensor
 
 from glm5.kernels import tuned
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, Pool
-from glm5.kernels.triton_fp8 import let_later_begin, once, wait_for_earlier
+from glm5.kernels.triton_fp8 import materialize, pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 _QUERIES = 8  # of a prompt, that read the same keys
@@ -45,9 +45,9 @@ def _rotated(q, cos_ptr, sin_ptr, t, QUERIES: tl.constexpr, HALF: tl.constexpr):
     cos = tl.load(cos_ptr + at, mask=(p < HALF)[None, :], other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + at, mask=(p < HALF)[None, :], other=0.0).to(tl.float32)
     a, b = tl.split(tl.reshape(q.to(tl.float32), [q.shape[0], q.shape[1] // 2, 2]))
-    # `once`: a product that is added in the same instruction would skip its rounding.
-    first = once((a * cos).to(q.dtype)).to(tl.float32) - once((b * sin).to(q.dtype)).to(tl.float32)
-    second = once((b * cos).to(q.dtype)).to(tl.float32) + once((a * sin).to(q.dtype)).to(tl.float32)
+    # `materialize`: a product that is added in the same instruction would skip its rounding.
+    first = materialize((a * cos).to(q.dtype)).to(tl.float32) - materialize((b * sin).to(q.dtype)).to(tl.float32)
+    second = materialize((b * cos).to(q.dtype)).to(tl.float32) + materialize((a * sin).to(q.dtype)).to(tl.float32)
     return tl.reshape(tl.join(first, second), q.shape).to(q.dtype)
 
 
@@ -101,8 +101,8 @@ def _score(
 ):
     """score[t, s] of the blocks that a query sees, -inf past its end; and the maxima of every GROUP scores, if above
     1."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     tile, share, num_shares = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(0), tl.num_programs(0)
     query = tl.arange(0, QUERIES)
     t_T = (tile * QUERIES + query).to(tl.int64)
@@ -156,24 +156,24 @@ class Tiling(NamedTuple):
     programs: int
 
 
-def tiling_for(*, crowded: bool, is_float32: bool) -> Tiling:
+def tiling_for(*, many_queries: bool, is_float32: bool) -> Tiling:
     """Without an entry in `kernels/tuned`: what was fastest on an H200 (docs/performance-kernels.md). 64 keys make the
     smallest product of a warp group; of 528 programs, two at a time, every multiprocessor has four.
     """
     if is_float32:  # products of float32 take registers where others take matrix units
-        return Tiling(64, _QUERIES if crowded else 1, warps=4, stages=3, programs=1056)
-    return Tiling(64, _QUERIES, 4, 2, programs=528) if crowded else Tiling(64, 1, 4, 2, programs=2112)
+        return Tiling(64, _QUERIES if many_queries else 1, warps=4, stages=3, programs=1056)
+    return Tiling(64, _QUERIES, 4, 2, programs=528) if many_queries else Tiling(64, 1, 4, 2, programs=2112)
 
 
 def tiling_of(q_TJI: Tensor, key_PZI: Pool, page_table_BN: Tensor, num_shares: int = 1) -> Tiling:
     """The tiling for these queries and those of the other shares. They are crowded if requests have many queries."""
     num_queries, J, I = num_shares * q_TJI.shape[0], *q_TJI.shape[1:]
-    crowded = num_queries >= _QUERIES * page_table_BN.shape[0]
+    many_queries = num_queries >= _QUERIES * page_table_BN.shape[0]
     tiling = None
     if q_TJI.element_size() == 2:
-        sizes = f"J={J} I={I}{' fp8' if isinstance(key_PZI, Fp8Keys) else ''}{' crowded' if crowded else ''}"
+        sizes = f"J={J} I={I}{' fp8' if isinstance(key_PZI, Fp8Keys) else ''}{' many_queries' if many_queries else ''}"
         tiling = tuned.find(Tiling, "index_score", sizes, num_queries, q_TJI.device)
-    return tiling or tiling_for(crowded=crowded, is_float32=q_TJI.element_size() > 2)
+    return tiling or tiling_for(many_queries=many_queries, is_float32=q_TJI.element_size() > 2)
 
 
 def index_score(

@@ -26,7 +26,7 @@ def mla_keys(
     plain: PlainLatents | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """The query latent [T, Q], normed; writes each token's latent, and its index key if asked, to its slot of the pool.
+    """The query latent [T, Q], normed; writes each token's latent, and index key if requested, to its slot of the pool.
 
     `qkv_TY` [T, Q + C + R] is the product of the layer's input with q_a and kv_a, C the length of `kv_weight_C`.
     `slot_T` int64 as in `store_rows`; cos and sin as in `rope`. Mutates the pools, fills `plain`. No gradient passes.

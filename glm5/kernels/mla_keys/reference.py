@@ -32,7 +32,7 @@ def mla_keys(
     plain: PlainLatents | None = None,
     kind: Kind | None = None,
 ) -> tuple[Tensor, ...]:
-    """The query latent [T, Q] in qkv's dtype, then its codes and their scale, if they are asked for."""
+    """The query latent [T, Q] in qkv's dtype, then its codes and their scale, if they are requested."""
     rope_dim = 2 * cos_TR2.shape[1]
     q_TQ, kv_TC, rope_TR = qkv_TY.split([len(q_weight_Q), len(kv_weight_C), rope_dim], dim=-1)
     kv_TC = rms_norm(kv_TC, kv_weight_C, eps, impl="reference")

@@ -11,7 +11,7 @@ from glm5.kernels.fp8_pool import Pool
 from glm5.kernels.mla_keys.index_keys import IndexKeys, PlainLatents
 from glm5.kernels.row_codes import Kind, empty_codes
 from glm5.kernels.store_rows.triton import PoolTensors, kind_of, put_fp8_key, put_fp8_latent, put_plain
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_rows import put_codes
 from glm5.kernels.triton_support import dependent_launch
 
@@ -159,8 +159,8 @@ def _mla_keys(
     """latent, key: parts and strides of the pools; index: x, weight, bias, eps and x's stride; heads: x, weight, out
     and x's stride; plain: latents and rotated keys."""
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     slot = tl.load(slot_ptr + t).to(tl.int64)
     qkv, rotation = qkv_ptr + t * qkv_stride, (cos_ptr, sin_ptr)
     if part == 0:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels import tuned
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -74,8 +74,8 @@ def _mla_queries(
     t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     valid = t < num_tokens
     if not EARLY:
-        wait_for_earlier(PDL)
-    let_later_begin(PDL)
+        pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     q, out = q_ptr + t * q_stride, out_ptr + t * (H * (C + 2 * HALF))
     q_rope, out_rope = q + N, out + C
     cos, sin = cos_ptr + t * HALF, sin_ptr + t * HALF
@@ -92,7 +92,7 @@ def _mla_queries(
     else:
         _rotate(q_rope + job * q_head, valid, out_rope + job * (C + 2 * HALF), cos, sin, HALF)
     if EARLY:
-        wait_for_earlier(PDL)
+        pdl_wait(PDL)
 
 
 class Tiling(NamedTuple):

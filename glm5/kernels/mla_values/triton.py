@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK, FP8
-from glm5.kernels.triton_fp8 import let_later_begin, prefetch, quotient, scale_of, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait, prefetch, quotient, scale_of
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -38,8 +38,8 @@ def _mla_values(
     for start in tl.static_range(0, C, BLOCK_C):
         line = first + tl.arange(0, (BLOCK_V + 63) // 64) * 64
         prefetch(w_ptr + tl.minimum(start + c, C - 1)[:, None] * V + tl.minimum(line, V - 1)[None, :])
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     x_at = x_ptr + t[:, None] * (H * C) + h * C + c[None, :]
     w_at = w_ptr + c[:, None] * V + v[None, :]
     sums = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)

@@ -56,7 +56,7 @@ def prompt_attention_quantized(
     """
     module, given = TABLE.module(impl, q_THX, k_THN, rope_TR, v_THV), (q_THX, k_THN, rope_TR, v_THV, first_T)
     if module is cuda:
-        stand_in = v_THV.new_empty(len(v_THV), v_THV.shape[1] * v_THV.shape[2])
-        return stand_in, *cuda.prompt_attention_quantized(*given, scale=scale)
+        placeholder = v_THV.new_empty(len(v_THV), v_THV.shape[1] * v_THV.shape[2])
+        return placeholder, *cuda.prompt_attention_quantized(*given, scale=scale)
     out_TV = module.prompt_attention(*given, scale=scale)[0].flatten(1)
     return out_TV, *act_quant(out_TV)

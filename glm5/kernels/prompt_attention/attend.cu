@@ -18,11 +18,11 @@ constexpr int GROUPS = 2, QUERIES = 64, KEYS = 64, PARTS = 4, SLOTS = 5;  // of 
 constexpr int BOX = 64 * 128, TILE = PARTS * BOX, CONSUMERS = 128 * GROUPS, THREADS = CONSUMERS + 128, VALUES = 256;
 constexpr int NOPE_PARTS = 3;  // of a key; the rotated part is the last
 
-struct Beside {
+struct SharedStorage {
     u64 full[SLOTS], empty[SLOTS], q_full;
     int least[4], most[4];
 };
-static_assert(sizeof(Beside) <= BESIDE, "cuda.py counts less");
+static_assert(sizeof(SharedStorage) <= SHARED_STORAGE, "cuda.py counts less");
 
 #ifndef ON_CPU
 #define TO127                                                                                                     \
@@ -48,55 +48,57 @@ static __device__ void add_values(float (&d)[128], const u32* p, u64 v) {
 
 // Forces a sum, which is not negative, to be computed before later instructions: the assembler would delay it until the
 // products have ended.
-static __device__ void known_first(float sum, u32 at) {
+static __device__ void compute_now(float sum, u32 at) {
     asm volatile("{\n.reg .pred is;\nsetp.lt.f32 is, %0, 0f00000000;\n@is st.volatile.shared.f32 [%1], %0;\n}"
                  ::"f"(sum), "r"(at) : "memory");
 }
 
-template <int N> static __device__ void kept(u32 (&x)[N]) {
+template <int N> static __device__ void warpgroup_fence_registers(u32 (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 #endif
 
 // wgmma descriptor of 16 rows of values, in consecutive boxes of 64 columns.
-static __device__ u64 values_at(u32 at) { return (u64)(at >> 4 & 0x3FFF) | (u64)(BOX / 16) << 16 | 64ull << 32 | 1ull << 62; }
+static __device__ u64 values_descriptor(u32 at) {
+    return (u64)(at >> 4 & 0x3FFF) | (u64)(BOX / 16) << 16 | 64ull << 32 | 1ull << 62;
+}
 
 static __device__ void begin_logits(float (&s)[32], u32 q, u32 k) {
-    settled(s);
-    begin_products();
+    warpgroup_fence_operand(s);
+    warpgroup_arrive();
 #pragma unroll
     for (int part = 0; part < PARTS; ++part)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            add_logits(s, matrix_at(q + part * BOX) + 2 * i, matrix_at(k + part * BOX) + 2 * i, part + i);
-    end_products();
+            add_logits(s, matrix_descriptor(q + part * BOX) + 2 * i, matrix_descriptor(k + part * BOX) + 2 * i, part + i);
+    warpgroup_commit_batch();
 }
 
 static __device__ void begin_values(float (&out)[128], u32 (&p)[16], u32 v) {
-    settled(out);
-    kept(p);
-    begin_products();
+    warpgroup_fence_operand(out);
+    warpgroup_fence_registers(p);
+    warpgroup_arrive();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) add_values(out, p + 4 * i, values_at(v + 16 * 128 * i));
-    end_products();
+    for (int i = 0; i < 4; ++i) add_values(out, p + 4 * i, values_descriptor(v + 16 * 128 * i));
+    warpgroup_commit_batch();
 }
 
 static __device__ float infinity() { return __int_as_float(0x7F800000); }
 
 // Of a thread's two rows: the largest logit, the sum of its exponentials.
 struct Softmax {
-    float top[2], sum[2], shrink[2];
+    float top[2], sum[2], rescale[2];
     int t[2], first[2];
 
-    // Replaces logits s by p; `shrink` is the factor of earlier sums.
-    template <bool MASKED> __device__ void take(float (&s)[32], int block, float scale) {
+    // Replaces logits s by p; `rescale` is the factor of earlier sums.
+    template <bool MASKED> __device__ void update(float (&s)[32], int block, float scale) {
         const int key = block * KEYS + threadIdx.x % 4 * 2;
         float most[2] = {-infinity(), -infinity()}, base[2];
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            const int its = key + i / 4 * 8 + i % 2, r = i % 4 / 2;
-            if (MASKED && (its > t[r] || its < first[r])) s[i] = -infinity();
+            const int other = key + i / 4 * 8 + i % 2, r = i % 4 / 2;
+            if (MASKED && (other > t[r] || other < first[r])) s[i] = -infinity();
             most[r] = fmaxf(most[r], s[i]);
         }
 #pragma unroll
@@ -104,12 +106,12 @@ struct Softmax {
             most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 1));
             most[r] = fmaxf(fmaxf(most[r], __shfl_xor_sync(~0u, most[r], 2)), top[r]);
             base[r] = MASKED && most[r] == -infinity() ? 0 : most[r] * scale;
-            shrink[r] = exp2_of(top[r] * scale - base[r]);
-            top[r] = most[r], sum[r] *= shrink[r];
+            rescale[r] = exp2_approx(top[r] * scale - base[r]);
+            top[r] = most[r], sum[r] *= rescale[r];
         }
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
-            s[i] = exp2_of(s[i] * scale - base[i % 4 / 2]);
+            s[i] = exp2_approx(s[i] * scale - base[i % 4 / 2]);
             sum[i % 4 / 2] += s[i];
         }
     }
@@ -117,7 +119,7 @@ struct Softmax {
 
 static __device__ void round_p(const float (&s)[32], u32 (&p)[16]) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) p[i] = as_pair(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < 16; ++i) p[i] = to_bf16x2(s[2 * i], s[2 * i + 1]);
 }
 
 // Order of blocks in the ring: keys 0, keys 1, values 0, keys 2, values 1, .., of `count` blocks.
@@ -129,77 +131,78 @@ struct Ring {
     __device__ int of_values(int j) const { return j < count - 1 ? 2 * j + 2 : 2 * count - 1; }
 
     __device__ u32 wait_for(int item) const {
-        wait(full + 8 * (item % SLOTS), item / SLOTS % 2);
+        mbarrier_wait(full + 8 * (item % SLOTS), item / SLOTS % 2);
         return data + item % SLOTS * TILE;
     }
     __device__ void release(int item) const {
-        if (threadIdx.x % 32 == 0) arrive(empty + 8 * (item % SLOTS));
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + 8 * (item % SLOTS));
     }
 };
 
-static __device__ void fetch(const Ring& ring, const Map* k, const Map* rope, const Map* v, int from, int head) {
+static __device__ void fetch(const Ring& ring, const TensorMap* k, const TensorMap* rope, const TensorMap* v, int from,
+                             int head) {
     for (int item = 0; item < 2 * ring.count; ++item) {
         const bool last = item == 2 * ring.count - 1, is_keys = item == 0 || item % 2 && !last;
         const int row = KEYS * (from + (is_keys ? (item + 1) / 2 : last ? ring.count - 1 : item / 2 - 1));
         const u32 at = ring.data + item % SLOTS * TILE, full = ring.full + 8 * (item % SLOTS);
-        wait(ring.empty + 8 * (item % SLOTS), item / SLOTS % 2 ^ 1);
-        arrive_with(full, TILE);
+        mbarrier_wait(ring.empty + 8 * (item % SLOTS), item / SLOTS % 2 ^ 1);
+        mbarrier_arrive_expect_tx(full, TILE);
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
             if (is_keys && part == NOPE_PARTS)
-                fetch_of_head(at + part * BOX, rope, 0, row, 0, full);
+                tma_load_3d(at + part * BOX, rope, 0, row, 0, full);
             else
-                fetch_of_head(at + part * BOX, is_keys ? k : v, 128 * part, row, head, full);
+                tma_load_3d(at + part * BOX, is_keys ? k : v, 128 * part, row, head, full);
     }
 }
 
 // Logits and p of block j, and meanwhile the values of the block before.
 template <bool MASKED>
-static __device__ void add_block(const Ring& ring, u32 q, int from, int j, float scale, Softmax& soft, float (&s)[32],
+static __device__ void add_block(const Ring& ring, u32 q, int from, int j, float scale, Softmax& softmax, float (&s)[32],
                                  u32 (&p)[16], float (&out)[128]) {
     begin_logits(s, q, ring.wait_for(ring.of_keys(j)));
     begin_values(out, p, ring.wait_for(ring.of_values(j - 1)));
     finish<1>(s);
     ring.release(ring.of_keys(j));
-    soft.take<MASKED>(s, from + j, scale);
-    known_first(soft.sum[0] + soft.sum[1], ring.data);
+    softmax.update<MASKED>(s, from + j, scale);
+    compute_now(softmax.sum[0] + softmax.sum[1], ring.data);
     finish<0>(out);
-    kept(p);
+    warpgroup_fence_registers(p);
     ring.release(ring.of_values(j - 1));
 #pragma unroll
-    for (int i = 0; i < 128; ++i) out[i] *= soft.shrink[i % 4 / 2];
+    for (int i = 0; i < 128; ++i) out[i] *= softmax.rescale[i % 4 / 2];
     round_p(s, p);
 }
 
 // Softmax and sums over `count` blocks from `from` on; those from `whole` to `diagonal` need no mask.
 static __device__ void add_up(const Ring& ring, u32 q, int from, int count, int whole, int diagonal, float scale,
-                              Softmax& soft, float (&out)[128]) {
+                              Softmax& softmax, float (&out)[128]) {
     float s[32];
     u32 p[16];
     begin_logits(s, q, ring.wait_for(0));
     finish<0>(s);
     ring.release(0);
-    soft.take<true>(s, from, scale);
+    softmax.update<true>(s, from, scale);
     round_p(s, p);
     int j = 1;
-    for (; j < count && from + j < whole; ++j) add_block<true>(ring, q, from, j, scale, soft, s, p, out);
-    for (; j < count && from + j < diagonal; ++j) add_block<false>(ring, q, from, j, scale, soft, s, p, out);
-    for (; j < count; ++j) add_block<true>(ring, q, from, j, scale, soft, s, p, out);
+    for (; j < count && from + j < whole; ++j) add_block<true>(ring, q, from, j, scale, softmax, s, p, out);
+    for (; j < count && from + j < diagonal; ++j) add_block<false>(ring, q, from, j, scale, softmax, s, p, out);
+    for (; j < count; ++j) add_block<true>(ring, q, from, j, scale, softmax, s, p, out);
     begin_values(out, p, ring.wait_for(ring.of_values(count - 1)));
     finish<0>(out);
-    kept(p);
+    warpgroup_fence_registers(p);
 }
 
 // Stores the results of a group's queries, 16 rows per warp, through shared memory.
 static __device__ void store(const float (&out)[128], const float (&factor)[2], u8* memory, u16* to, int t0, int num_tokens,
                              u64 step) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = lane / 4;
-    u8* const mine = memory + warp * 16 * 128;
+    u8* const own = memory + warp * 16 * 128;
 #pragma unroll
     for (int i = 0; i < 128; i += 2) {
         const int r = i % 4 / 2, column = i / 4;  // eight values
-        *(u32*)(mine + column / 8 * BOX + (row + 8 * r) * 128 + (column % 8 ^ row) * 16 + lane % 4 * 4) =
-            as_pair(out[i] * factor[r], out[i + 1] * factor[r]);
+        *(u32*)(own + column / 8 * BOX + (row + 8 * r) * 128 + (column % 8 ^ row) * 16 + lane % 4 * 4) =
+            to_bf16x2(out[i] * factor[r], out[i + 1] * factor[r]);
     }
     __syncwarp();
 #pragma unroll
@@ -207,7 +210,7 @@ static __device__ void store(const float (&out)[128], const float (&factor)[2], 
         uint4 rows[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            rows[i] = *(const uint4*)(mine + lane / 8 * BOX + (part + i) * 128 + (lane % 8 ^ i) * 16);
+            rows[i] = *(const uint4*)(own + lane / 8 * BOX + (part + i) * 128 + (lane % 8 ^ i) * 16);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int t = t0 + 16 * warp + part + i;
@@ -220,7 +223,7 @@ static __device__ void store(const float (&out)[128], const float (&factor)[2], 
 static __device__ void store_codes(const float (&out)[128], const float (&factor)[2], u8* memory, u8* to, float* scales,
                                    int t0, int num_tokens, u64 step) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = lane / 4;
-    u8* const mine = memory + warp * 16 * 128;
+    u8* const own = memory + warp * 16 * 128;
     float scale[4];  // of two halves of two rows
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
@@ -231,7 +234,7 @@ static __device__ void store_codes(const float (&out)[128], const float (&factor
             most = fmaxf(most, fmaxf(fabsf(out[i]), fabsf(out[i + 1])));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-        scale[part] = fmaxf(low_of(as_pair(most * factor[r], 0)), 1e-4f) / 448.0f;
+        scale[part] = fmaxf(low_of(to_bf16x2(most * factor[r], 0)), 1e-4f) / 448.0f;
         if (lane % 4 == 0 && t < num_tokens) scales[(u64)half * num_tokens + t] = scale[part];
     }
 #pragma unroll
@@ -240,10 +243,10 @@ static __device__ void store_codes(const float (&out)[128], const float (&factor
         const float inverse = 1.0f / scale[part];
 #pragma unroll
         for (int i = 64 * half + 2 * r; i < 64 * half + 64; i += 4) {
-            const u32 pair = as_pair(out[i] * factor[r], out[i + 1] * factor[r]);
+            const u32 pair = to_bf16x2(out[i] * factor[r], out[i + 1] * factor[r]);
             const int column = i / 4 % 16;  // eight codes
-            *(u16*)(mine + half * BOX + (row + 8 * r) * 128 + (column / 2 ^ row) * 16 + column % 2 * 8 + lane % 4 * 2) =
-                as_codes(quotient(low_of(pair), scale[part], inverse), quotient(high_of(pair), scale[part], inverse));
+            *(u16*)(own + half * BOX + (row + 8 * r) * 128 + (column / 2 ^ row) * 16 + column % 2 * 8 + lane % 4 * 2) =
+                to_e4m3x2(quotient(low_of(pair), scale[part], inverse), quotient(high_of(pair), scale[part], inverse));
         }
     }
     __syncwarp();
@@ -251,7 +254,7 @@ static __device__ void store_codes(const float (&out)[128], const float (&factor
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const int r = 2 * i + lane / 16;
-        rows[i] = *(const uint4*)(mine + lane / 8 % 2 * BOX + r * 128 + (lane % 8 ^ r % 8) * 16);
+        rows[i] = *(const uint4*)(own + lane / 8 % 2 * BOX + r * 128 + (lane % 8 ^ r % 8) * 16);
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -261,127 +264,131 @@ static __device__ void store_codes(const float (&out)[128], const float (&factor
 }
 
 // Merges the two programs' results; each warp group merges those of its queries.
-static __device__ void merge(Softmax& soft, float (&out)[128], u8* there, int group, int share) {
-    meet(1, CONSUMERS);  // all slots of the ring have been read
+static __device__ void merge(Softmax& softmax, float (&out)[128], u8* buffer, int group, int share) {
+    named_barrier_sync(1, CONSUMERS);  // all slots of the ring have been read
     if (group != share) {
 #pragma unroll
         for (int i = 0; i < 128; i += 4)
-            *(float4*)(there + 512 * i) = make_float4(out[i], out[i + 1], out[i + 2], out[i + 3]);
-        *(float4*)(there + 512 * 128) = make_float4(soft.top[0], soft.top[1], soft.sum[0], soft.sum[1]);
+            *(float4*)(buffer + 512 * i) = make_float4(out[i], out[i + 1], out[i + 2], out[i + 3]);
+        *(float4*)(buffer + 512 * 128) = make_float4(softmax.top[0], softmax.top[1], softmax.sum[0], softmax.sum[1]);
     }
-    meet_peers();
+    cluster_sync();
     if (group == share) {
-        const float4 found = of_peer(shared_at(there + 512 * 128), 1 - share);
+        const float4 found = load_peer_float4(shared_at(buffer + 512 * 128), 1 - share);
         const float tops[2] = {found.x, found.y}, sums[2] = {found.z, found.w};
-        float mine[2], its[2];
+        float own[2], other[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float top = fmaxf(soft.top[r], tops[r]), base = top == -infinity() ? 0 : top;
-            mine[r] = exp2_of(soft.top[r] - base), its[r] = exp2_of(tops[r] - base);
-            soft.top[r] = top, soft.sum[r] = soft.sum[r] * mine[r] + sums[r] * its[r];
+            const float top = fmaxf(softmax.top[r], tops[r]), base = top == -infinity() ? 0 : top;
+            own[r] = exp2_approx(softmax.top[r] - base), other[r] = exp2_approx(tops[r] - base);
+            softmax.top[r] = top, softmax.sum[r] = softmax.sum[r] * own[r] + sums[r] * other[r];
         }
 #pragma unroll
         for (int part = 0; part < 128; part += 32) {
-            float4 theirs[8];  // all loads are issued before the first is used
+            float4 peer_sums[8];  // all loads are issued before the first is used
 #pragma unroll
-            for (int i = 0; i < 8; ++i) theirs[i] = of_peer(shared_at(there + 512 * (part + 4 * i)), 1 - share);
+            for (int i = 0; i < 8; ++i)
+                peer_sums[i] = load_peer_float4(shared_at(buffer + 512 * (part + 4 * i)), 1 - share);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 float* const sum = out + part + 4 * i;
-                sum[0] = sum[0] * mine[0] + theirs[i].x * its[0], sum[1] = sum[1] * mine[0] + theirs[i].y * its[0];
-                sum[2] = sum[2] * mine[1] + theirs[i].z * its[1], sum[3] = sum[3] * mine[1] + theirs[i].w * its[1];
+                sum[0] = sum[0] * own[0] + peer_sums[i].x * other[0];
+                sum[1] = sum[1] * own[0] + peer_sums[i].y * other[0];
+                sum[2] = sum[2] * own[1] + peer_sums[i].z * other[1];
+                sum[3] = sum[3] * own[1] + peer_sums[i].w * other[1];
             }
         }
     }
-    leave_peers();
+    cluster_sync_relaxed();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attend_prompt(const __grid_constant__ Map q, const __grid_constant__ Map k, const __grid_constant__ Map rope,
-              const __grid_constant__ Map v, const int* firsts, u8* to, float* scales, float* lse,
+attend_prompt(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+              const __grid_constant__ TensorMap rope, const __grid_constant__ TensorMap v, const int* firsts, u8* to, float* scales, float* lse,
               int num_tokens, int num_heads, int scale_bits) {
     u8* const memory = shared_memory + (-shared_at(shared_memory) & 1023);
-    Beside& beside = *(Beside*)(memory + (GROUPS + SLOTS) * TILE);
+    SharedStorage& storage = *(SharedStorage*)(memory + (GROUPS + SLOTS) * TILE);
     const int head = blockIdx.x / SHARES, share = blockIdx.x % SHARES, t0 = (gridDim.y - 1 - blockIdx.y) * GROUPS * QUERIES;
     const int thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // tells the compiler that it is uniform in a warp
-    const u32 data = shared_at(memory), q_full = shared_at(&beside.q_full);
+    const u32 data = shared_at(memory), q_full = shared_at(&storage.q_full);
     if (threadIdx.x == 0) {
-        make_barrier(q_full, 1);
+        mbarrier_init(q_full, 1);
 #pragma unroll
         for (int s = 0; s < SLOTS; ++s)
-            make_barrier(shared_at(beside.full + s), 1), make_barrier(shared_at(beside.empty + s), 4 * GROUPS);
+            mbarrier_init(shared_at(storage.full + s), 1), mbarrier_init(shared_at(storage.empty + s), 4 * GROUPS);
     }
-    wait_for_earlier();
-    let_later_begin();
+    pdl_wait();
+    pdl_launch_dependents();
     if (group == 0) {
         const int t = t0 + thread, first = t < num_tokens ? firsts[t] : num_tokens;
         const int least = __reduce_min_sync(~0u, first <= t ? first : num_tokens);
         const int most = __reduce_max_sync(~0u, first <= t ? first : 0);
-        if (lane == 0) beside.least[thread / 32] = least, beside.most[thread / 32] = most;
+        if (lane == 0) storage.least[thread / 32] = least, storage.most[thread / 32] = most;
     }
     __syncthreads();
-    const int least = min(min(beside.least[0], beside.least[1]), min(beside.least[2], beside.least[3]));
-    const int most = max(max(beside.most[0], beside.most[1]), max(beside.most[2], beside.most[3]));
+    const int least = min(min(storage.least[0], storage.least[1]), min(storage.least[2], storage.least[3]));
+    const int most = max(max(storage.most[0], storage.most[1]), max(storage.most[2], storage.most[3]));
     const int stop = (min(t0 + GROUPS * QUERIES, num_tokens) + KEYS - 1) / KEYS, start = min(least / KEYS, stop);
     const int each = (stop - start + SHARES - 1) / SHARES, from = start + share * each;
-    const Ring ring = {data + GROUPS * TILE, shared_at(beside.full), shared_at(beside.empty), max(min(each, stop - from), 0)};
+    const Ring ring = {data + GROUPS * TILE, shared_at(storage.full), shared_at(storage.empty),
+                       max(min(each, stop - from), 0)};
     if (group == GROUPS) {
-        keep_registers<24>();
+        set_max_registers<24>();
         if (thread == 0 && ring.count) {
-            arrive_with(q_full, GROUPS * TILE);
+            mbarrier_arrive_expect_tx(q_full, GROUPS * TILE);
             for (int i = 0; i < GROUPS * PARTS; ++i)
-                fetch_of_head(data + i * BOX, &q, 128 * (i % PARTS), t0 + i / PARTS * QUERIES, head, q_full);
+                tma_load_3d(data + i * BOX, &q, 128 * (i % PARTS), t0 + i / PARTS * QUERIES, head, q_full);
             fetch(ring, &k, &rope, &v, from, head);
         }
         if constexpr (SHARES == 2) {
             __syncwarp();
-            meet_peers();
-            leave_peers();
+            cluster_sync();
+            cluster_sync_relaxed();
         }
         return;
     }
-    keep_registers<240>();
+    set_max_registers<240>();
     const float scale = __int_as_float(scale_bits);
     const int diagonal = t0 / KEYS + group, count = min(ring.count, diagonal + 1 - from);
     float out[128];
-    Softmax soft;
+    Softmax softmax;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        soft.t[r] = t0 + QUERIES * group + thread / 32 * 16 + lane / 4 + 8 * r;
-        soft.first[r] = soft.t[r] < num_tokens ? firsts[soft.t[r]] : num_tokens;
-        soft.top[r] = -infinity(), soft.sum[r] = 0;
+        softmax.t[r] = t0 + QUERIES * group + thread / 32 * 16 + lane / 4 + 8 * r;
+        softmax.first[r] = softmax.t[r] < num_tokens ? firsts[softmax.t[r]] : num_tokens;
+        softmax.top[r] = -infinity(), softmax.sum[r] = 0;
     }
 #pragma unroll
     for (int i = 0; i < 128; ++i) out[i] = 0;
     if (count > 0) {
-        wait(q_full, 0);
-        add_up(ring, data + group * TILE, from, count, (most + KEYS - 1) / KEYS, diagonal, scale, soft, out);
+        mbarrier_wait(q_full, 0);
+        add_up(ring, data + group * TILE, from, count, (most + KEYS - 1) / KEYS, diagonal, scale, softmax, out);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        soft.sum[r] += __shfl_xor_sync(~0u, soft.sum[r], 1);
-        soft.sum[r] += __shfl_xor_sync(~0u, soft.sum[r], 2);
-        soft.top[r] *= scale;
+        softmax.sum[r] += __shfl_xor_sync(~0u, softmax.sum[r], 1);
+        softmax.sum[r] += __shfl_xor_sync(~0u, softmax.sum[r], 2);
+        softmax.top[r] *= scale;
     }
     if constexpr (SHARES == 2) {
-        merge(soft, out, memory + GROUPS * TILE + 16 * thread, group, share);
+        merge(softmax, out, memory + GROUPS * TILE + 16 * thread, group, share);
         if (group != share) return;
     }
     float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const bool sees = soft.first[r] <= soft.t[r];
-        factor[r] = sees ? 1 / soft.sum[r] : 0;
-        if (lane % 4 == 0 && soft.t[r] < num_tokens)
-            lse[(u64)soft.t[r] * num_heads + head] =
-                sees ? (soft.top[r] + log2f(soft.sum[r])) * 0.69314718f : -infinity();
+        const bool has_keys = softmax.first[r] <= softmax.t[r];
+        factor[r] = has_keys ? 1 / softmax.sum[r] : 0;
+        if (lane % 4 == 0 && softmax.t[r] < num_tokens)
+            lse[(u64)softmax.t[r] * num_heads + head] =
+                has_keys ? (softmax.top[r] + log2f(softmax.sum[r])) * 0.69314718f : -infinity();
     }
-    u8* const there = memory + group * TILE;
+    u8* const buffer = memory + group * TILE;
     const int first_row = t0 + group * QUERIES;
     if constexpr (QUANTIZE)
-        store_codes(out, factor, there, to + head * VALUES, scales + (u64)head * (VALUES / 128) * num_tokens, first_row,
+        store_codes(out, factor, buffer, to + head * VALUES, scales + (u64)head * (VALUES / 128) * num_tokens, first_row,
                     num_tokens, (u64)num_heads * VALUES);
     else
-        store(out, factor, there, (u16*)to + head * VALUES, first_row, num_tokens, (u64)num_heads * VALUES);
+        store(out, factor, buffer, (u16*)to + head * VALUES, first_row, num_tokens, (u64)num_heads * VALUES);
 }

@@ -13,8 +13,8 @@ from glm5.kernels.row_codes import Quantized, empty_codes
 
 SOURCE = Path(__file__).with_name("attend.cu")
 _WIDTHS = (192, 64, 256)  # of a head: unrotated and rotated part of q and k, and values
-_QUERIES, _KEYS, _THREADS, _BESIDE = 128, 64, 384, 128  # as in attend.cu
-_SHARED_BYTES = 1023 + (2 + 5) * 4 * 64 * 128 + _BESIDE
+_QUERIES, _KEYS, _THREADS, _SHARED_STORAGE = 128, 64, 384, 128  # as in attend.cu
+_SHARED_BYTES = 1023 + (2 + 5) * 4 * 64 * 128 + _SHARED_STORAGE
 
 
 def refusal(q_THX: Tensor, k_THN: Tensor, rope_TR: Tensor, v_THV: Tensor) -> str:
@@ -87,5 +87,5 @@ def num_shares(num_heads: int, tiles: int, multiprocessors: int) -> int:
 
 @cache
 def _kernel(shares: int, quantize: bool, device: torch.device) -> cuda_code.CudaKernel:
-    constants = {"SHARES": shares, "BESIDE": _BESIDE, "QUANTIZE": int(quantize)}
+    constants = {"SHARES": shares, "SHARED_STORAGE": _SHARED_STORAGE, "QUANTIZE": int(quantize)}
     return cuda_code.build(SOURCE, "attend_prompt", _SHARED_BYTES, device, **constants)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch, multiprocessors
 
 
@@ -107,8 +107,8 @@ def _attend(
     PDL: tl.constexpr,
 ):
     """program_id(0): head; (1): tile of queries, the last first, as they see most."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     h, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     t = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = t < num_tokens

@@ -40,18 +40,18 @@ def quantized_experts(
     return out_TD if plus_TD is None else out_TD + plus_TD
 
 
-def _suits_triton(_x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, *_: Tensor) -> bool:
+def _fits_triton(_x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, *_: Tensor) -> bool:
     return not (refusal(gate_up) or refusal(down))
 
 
-def _suits_cuda(x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, _: Tensor, expert_TA: Tensor) -> bool:
-    return _suits_triton(x_TD, gate_up, down) and not cuda.refusal(x_TD, gate_up, down, expert_TA)
+def _fits_cuda(x_TD: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, _: Tensor, expert_TA: Tensor) -> bool:
+    return _fits_triton(x_TD, gate_up, down) and not cuda.refusal(x_TD, gate_up, down, expert_TA)
 
 
 TABLE = Table(
     __name__,
-    cuda=Impl("few tokens over int4 codes in bfloat16", on="hopper", when=_suits_cuda, gradient=False),
-    triton=Impl("codes widened in registers", on="triton", when=_suits_triton, gradient=False),
+    cuda=Impl("few tokens over int4 codes in bfloat16", on="hopper", when=_fits_cuda, gradient=False),
+    triton=Impl("codes widened in registers", on="triton", when=_fits_triton, gradient=False),
     reference=Impl("the definition"),
     invariant=Impl("the same in tiles of a fixed number of rows", module="reference"),
 )

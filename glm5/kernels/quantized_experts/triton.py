@@ -20,7 +20,7 @@ from glm5.kernels.quantized_linear.triton import block_k_of
 from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
 from glm5.kernels.token_quant.triton import prepare_rows
 from glm5.kernels.triton_codes import int4_product, product, unit, weight_times_rows
-from glm5.kernels.triton_fp8 import experts_of, let_later_begin, pairs_of, wait_for_earlier
+from glm5.kernels.triton_fp8 import experts_of, pairs_of, pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 PAIR_TOKENS = 32
@@ -110,8 +110,8 @@ def _gate_up(
     PDL: tl.constexpr,
 ):
     """h [T * A, F] = silu(gate x) * up x, in h's dtype, pair by pair. Rows of gate and up are one operand."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     experts, expert, first, count = _tile(expert_ptr, tile_ptr, num_pairs, FEW, PAIRS)
     r = tl.arange(0, BLOCK_T)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -205,8 +205,8 @@ def _down(
 
     HELD: h, if short, is read once for all of them, in PARTS products.
     """
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     experts, expert, first, count = _tile(expert_ptr, tile_ptr, num_pairs, FEW, PAIRS)
     r, d = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     w_ptr += expert.to(tl.int64) * D * cols

@@ -40,14 +40,14 @@ def refusal(weight: QuantizedWeight) -> str | None:
     return None
 
 
-def _suits_cuda(x_TD: Tensor, weight: QuantizedWeight) -> bool:
+def _fits_cuda(x_TD: Tensor, weight: QuantizedWeight) -> bool:
     measured = None if refusal(weight) else measured_for(x_TD, weight)
     return measured is not None and bool(measured.cluster) and not cuda.refusal(x_TD, weight)
 
 
 TABLE = Table(
     __name__,
-    cuda=Impl("int8 codes, where kernels/tuned says so", on="hopper", when=_suits_cuda, gradient=False),
+    cuda=Impl("int8 codes, where kernels/tuned says so", on="hopper", when=_fits_cuda, gradient=False),
     triton=Impl("codes widened in registers", on="triton", when=lambda _, w: not refusal(w), gradient=False),
     reference=Impl("the definition"),
 )

@@ -56,7 +56,7 @@ def quantized_linear(
     if reason := refusal(x_TD, weight):
         raise ValueError(f"quantized_linear[cuda] {reason}; use impl='triton'")
     if len(x_TD) <= FEW_TOKENS:
-        return run_few(_few_kernel(weight.width, _eights(len(x_TD)), x_TD.device), x_TD, weight, x_quantized)
+        return run_few(_few_kernel(weight.width, _num_token_tiles(len(x_TD)), x_TD.device), x_TD, weight, x_quantized)
     columns = next(n for n in (32, 64, 128) if n >= len(x_TD))
     tiling = tiling or measured_for(x_TD, weight)
     cluster = tiling.cluster if tiling else 0
@@ -105,7 +105,7 @@ def run_tiles(
 
 def constants_for(width: int, num_tokens: int) -> dict[str, int]:
     """Constants of few.cu."""
-    return {"K": width, "TILES": _eights(num_tokens), "BLOCKS": 2}
+    return {"K": width, "TILES": _num_token_tiles(num_tokens), "BLOCKS": 2}
 
 
 def _prepared(x_TD: Tensor, weight: QuantizedWeight, x_quantized: Quantized | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,12 +114,12 @@ def _prepared(x_TD: Tensor, weight: QuantizedWeight, x_quantized: Quantized | No
     return rows, scale_T, torch.empty(len(x_TD), len(weight.codes), dtype=x_TD.dtype, device=x_TD.device)
 
 
-def _eights(num_tokens: int) -> int:
+def _num_token_tiles(num_tokens: int) -> int:
     return -(-num_tokens // 8)
 
 
 def _few_bytes(width: int, num_tokens: int) -> int:
-    return 8 * _eights(num_tokens) * (width + 64)
+    return 8 * _num_token_tiles(num_tokens) * (width + 64)
 
 
 @cache

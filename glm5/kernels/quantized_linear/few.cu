@@ -17,13 +17,13 @@ constexpr int PITCH = K + 64;  // of tokens in shared memory, padded to avoid ba
 
 // For CPU tests, tests/support/cuda_on_cpu.h defines these functions.
 #ifndef ON_CPU
-static __device__ u16 bfloat16_of(float x) {
+static __device__ u16 to_bfloat16(float x) {
     u16 d;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(d) : "f"(x));
     return d;
 }
 
-static __device__ void add_product(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+static __device__ void mma(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
                  : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
@@ -43,24 +43,24 @@ few(const u8* x, const float* x_scales, const u8* codes, const float* scales, u1
     const float scale = load_scale(scales + min(o + row, num_rows - 1));
     int sum[TILES][4] = {};
     for (int base = 0; base < A_WARP; base += STEP) {
-        Four w[STEP][2];
+        Vector16 w[STEP][2];
 #pragma unroll
         for (int i = 0; i < STEP; ++i) {
             const int chunk = start + base + i;
             if ((A_WARP % STEP == 0 || base + i < A_WARP) && (CHUNKS % WARPS == 0 || chunk < CHUNKS)) {
-                w[i][0] = load_once(first + chunk * CHUNK);
-                w[i][1] = load_once(second + chunk * CHUNK);
+                w[i][0] = load_no_allocate(first + chunk * CHUNK);
+                w[i][1] = load_no_allocate(second + chunk * CHUNK);
             }
         }
         if (base == 0) {
-            wait_for_earlier();
-            let_later_begin();
+            pdl_wait();
+            pdl_launch_dependents();
             // A warp loads the part of the tokens that it multiplies.
-            const int mine = start * CHUNK, size = min(A_WARP * CHUNK, K - mine);
+            const int offset = start * CHUNK, size = min(A_WARP * CHUNK, K - offset);
             for (int c = 0; c < num_tokens; ++c)
                 for (int i = 16 * lane; i < size; i += 512)
-                    begin_to_load(memory + c * PITCH + mine + i, x + (u64)c * K + mine + i);
-            wait_for_loads();
+                    cp_async(memory + c * PITCH + offset + i, x + (u64)c * K + offset + i);
+            cp_async_wait();
             __syncwarp();
         }
 #pragma unroll
@@ -71,11 +71,11 @@ few(const u8* x, const float* x_scales, const u8* codes, const float* scales, u1
             const u32 high[4] = {w[i][0].x[2], w[i][1].x[2], w[i][0].x[3], w[i][1].x[3]};
 #pragma unroll
             for (int n = 0; n < TILES; ++n) {
-                Four b = {0, 0, 0, 0};
+                Vector16 b = {0, 0, 0, 0};
                 if (8 * n + group < num_tokens)
-                    b = *(const Four*)(memory + (8 * n + group) * PITCH + chunk * CHUNK + quarter * 16);
-                add_product(sum[n], low, b.x[0], b.x[1]);
-                add_product(sum[n], high, b.x[2], b.x[3]);
+                    b = *(const Vector16*)(memory + (8 * n + group) * PITCH + chunk * CHUNK + quarter * 16);
+                mma(sum[n], low, b.x[0], b.x[1]);
+                mma(sum[n], high, b.x[2], b.x[3]);
             }
         }
     }
@@ -88,6 +88,6 @@ few(const u8* x, const float* x_scales, const u8* codes, const float* scales, u1
         int total = 0;
 #pragma unroll
         for (int i = 0; i < WARPS; ++i) total += part[i][row][column];
-        out[(u64)column * num_rows + o + row] = bfloat16_of((float)total * scale * x_scales[column]);
+        out[(u64)column * num_rows + o + row] = to_bfloat16((float)total * scale * x_scales[column]);
     }
 }

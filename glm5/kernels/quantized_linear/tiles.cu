@@ -15,12 +15,12 @@ constexpr int PITCH = OUTPUTS + 4;  // of a token's sums, padded to avoid bank c
 
 #ifndef ON_CPU
 // wgmma of 64 rows by N columns over 32 int8 codes, added to d.
-template <int N> struct IntegerProduct;
+template <int N> struct IntegerWgmma;
 
 #define I4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
 #define I16(i) I4(i), I4(i + 4), I4(i + 8), I4(i + 12)
-#define INTEGER_PRODUCT(n, places, w_at, x_at, more_at, ...)                                               \
-    template <> struct IntegerProduct<n> {                                                                 \
+#define INTEGER_WGMMA(n, places, w_at, x_at, more_at, ...)                                               \
+    template <> struct IntegerWgmma<n> {                                                                 \
         static __device__ void run(int (&d)[n / 2], u64 w, u64 x) {                                        \
             asm volatile("{\n.reg .pred more;\nsetp.ne.b32 more, " more_at ", 0;\n"                        \
                          "wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.s8 {" places "}, " w_at ", " x_at \
@@ -28,44 +28,45 @@ template <int N> struct IntegerProduct;
                          : __VA_ARGS__ : "l"(w), "l"(x), "r"(1));                                          \
         }                                                                                                  \
     };
-INTEGER_PRODUCT(32, TO15, "%16", "%17", "%18", I16(0))
-INTEGER_PRODUCT(64, TO31, "%32", "%33", "%34", I16(0), I16(16))
-INTEGER_PRODUCT(128, TO63, "%64", "%65", "%66", I16(0), I16(16), I16(32), I16(48))
+INTEGER_WGMMA(32, TO15, "%16", "%17", "%18", I16(0))
+INTEGER_WGMMA(64, TO31, "%32", "%33", "%34", I16(0), I16(16))
+INTEGER_WGMMA(128, TO63, "%64", "%65", "%66", I16(0), I16(16), I16(32), I16(48))
 
-template <int N> static __device__ void settled(int (&d)[N]) {
+template <int N> static __device__ void warpgroup_fence_operand(int (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 #endif
 
-static __device__ void fetch(const Map* w, const Map* x, int first, int count, u32 data, u32 full, u32 empty) {
+static __device__ void fetch(const TensorMap* w, const TensorMap* x, int first, int count, u32 data, u32 full,
+                             u32 empty) {
     const int output = blockIdx.y * OUTPUTS, ahead = min(count, STAGES);
     for (int k = 0; k < ahead; ++k) {
-        arrive_with(full + 8 * k, STAGE);
-        fetch_box(data + k * STAGE, w, 128 * (first + k), output, full + 8 * k);
+        mbarrier_arrive_expect_tx(full + 8 * k, STAGE);
+        tma_load_evict_first(data + k * STAGE, w, 128 * (first + k), output, full + 8 * k);
     }
-    wait_for_earlier();
+    pdl_wait();
     for (int k = 0; k < count; ++k) {
         const int stage = k % STAGES;
         const u32 at = data + stage * STAGE, barrier = full + 8 * stage;
         if (k >= ahead) {
-            wait(empty + 8 * stage, k / STAGES % 2 ^ 1);
-            arrive_with(barrier, STAGE);
-            fetch_box(at, w, 128 * (first + k), output, barrier);
+            mbarrier_wait(empty + 8 * stage, k / STAGES % 2 ^ 1);
+            mbarrier_arrive_expect_tx(barrier, STAGE);
+            tma_load_evict_first(at, w, 128 * (first + k), output, barrier);
         }
-        fetch_shared_box(at + WEIGHTS, x, 128 * (first + k), 0, barrier);
+        tma_load(at + WEIGHTS, x, 128 * (first + k), 0, barrier);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-tiles(const __grid_constant__ Map w, const __grid_constant__ Map x, const float* x_scale, const float* scale, u16* y,
-      int T, int O, int D) {
+tiles(const __grid_constant__ TensorMap w, const __grid_constant__ TensorMap x, const float* x_scale, const float* scale,
+      u16* y, int T, int O, int D) {
     u8* const memory = shared_memory + (-shared_at(shared_memory) & 1023);
     const u32 data = shared_at(memory), full = data + STAGES * STAGE, empty = full + 8 * STAGES;
     if (threadIdx.x < 2 * STAGES)
-        make_barrier(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 1 : COMPUTING / 32);
+        mbarrier_init(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 1 : COMPUTING / 32);
     __syncthreads();
-    let_later_begin();
+    pdl_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, share = blockIdx.x, shares = gridDim.x;
     const int blocks = D / 128, first = share * blocks / shares, count = (share + 1) * blocks / shares - first;
     const int columns = 4 * lane, o = blockIdx.y * OUTPUTS + columns;
@@ -82,21 +83,21 @@ tiles(const __grid_constant__ Map w, const __grid_constant__ Map x, const float*
         for (int i = 0; i < COLS / 2; ++i) sum[i] = 0;
         for (int k = 0; k < count; ++k) {
             const int stage = k % STAGES;
-            const u64 weights = matrix_at(data + stage * STAGE + warp / 4 * (WEIGHTS / 2));
-            const u64 rows = matrix_at(data + stage * STAGE + WEIGHTS);
-            wait(full + 8 * stage, k / STAGES % 2);
-            settled(sum);
-            begin_products();
+            const u64 weights = matrix_descriptor(data + stage * STAGE + warp / 4 * (WEIGHTS / 2));
+            const u64 rows = matrix_descriptor(data + stage * STAGE + WEIGHTS);
+            mbarrier_wait(full + 8 * stage, k / STAGES % 2);
+            warpgroup_fence_operand(sum);
+            warpgroup_arrive();
 #pragma unroll
-            for (int i = 0; i < 4; ++i) IntegerProduct<COLS>::run(sum, weights + 2 * i, rows + 2 * i);
-            end_products();
+            for (int i = 0; i < 4; ++i) IntegerWgmma<COLS>::run(sum, weights + 2 * i, rows + 2 * i);
+            warpgroup_commit_batch();
             if (k == 0) continue;
-            wait_for_products<1>();
+            warpgroup_wait<1>();
             __syncwarp();
-            if (lane == 0) arrive(empty + 8 * ((k - 1) % STAGES));
+            if (lane == 0) mbarrier_arrive(empty + 8 * ((k - 1) % STAGES));
         }
-        wait_for_products<0>();
-        settled(sum);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(sum);
     }
     __syncthreads();
     if (warp < COMPUTING / 32) {
@@ -107,13 +108,13 @@ tiles(const __grid_constant__ Map w, const __grid_constant__ Map x, const float*
             for (int i = 0; i < 4; ++i)
                 sums[(8 * j + lane % 4 * 2 + i % 2) * PITCH + output + i / 2 * 8] = sum[4 * j + i];
     }
-    wait_for_earlier();  // an earlier kernel may read y
-    meet_peers();
+    pdl_wait();  // an earlier kernel may read y
+    cluster_sync();
     for (int t = share + shares * warp; t < T; t += shares * (THREADS / 32)) {
         const u32 at = data + 4 * (t * PITCH + columns);
         int total[4] = {};
         for (int peer = 0; peer < shares; ++peer) {
-            const float4 bits = of_peer(at, peer);
+            const float4 bits = load_peer_float4(at, peer);
             total[0] += (int)__float_as_uint(bits.x), total[1] += (int)__float_as_uint(bits.y);
             total[2] += (int)__float_as_uint(bits.z), total[3] += (int)__float_as_uint(bits.w);
         }
@@ -121,7 +122,8 @@ tiles(const __grid_constant__ Map w, const __grid_constant__ Map x, const float*
         float values[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = (float)total[i] * scales[i] * by;
-        if (o < O) *(uint2*)(y + (u64)t * O + o) = make_uint2(as_pair(values[0], values[1]), as_pair(values[2], values[3]));
+        if (o < O)
+            *(uint2*)(y + (u64)t * O + o) = make_uint2(to_bf16x2(values[0], values[1]), to_bf16x2(values[2], values[3]));
     }
-    leave_peers();
+    cluster_sync_relaxed();
 }

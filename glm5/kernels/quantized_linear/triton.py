@@ -16,7 +16,7 @@ from glm5.kernels.quantized_weight import QuantizedWeight
 from glm5.kernels.row_codes import Quantized
 from glm5.kernels.token_quant.triton import prepare_rows
 from glm5.kernels.triton_codes import integer_sums, num_steps, unit, weight_times_rows
-from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import last_to_arrive, pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import NUM_ARRIVALS, arrivals, dependent_launch
 
 
@@ -55,8 +55,8 @@ def _quantized_linear(
     here = t < T
     row = tl.minimum(o, O - 1).to(tl.int64)
     column = tl.where(here, t, 0).to(tl.int64)
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     rows = (x_ptr, column, here)
     at = column[:, None] * O + o[None, :]
     known = here[:, None] & (o < O)[None, :]

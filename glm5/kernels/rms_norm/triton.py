@@ -7,7 +7,7 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK
 from glm5.kernels.row_codes import Kind, empty_codes
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_rows import put_codes
 from glm5.kernels.triton_support import dependent_launch
 
@@ -34,13 +34,13 @@ def _rms_norm(
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     x = tl.load(x_ptr + t * stride_x + d, mask=d < D, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + t * stride_r + d, mask=d < D, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + t * D + d, x, mask=d < D)
-    let_later_begin(PDL)
+    pdl_launch_dependents(PDL)
     wide = x.to(tl.float32)
     normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)).to(x.dtype)
     out = (normed.to(tl.float32) * weight).to(x.dtype)

@@ -28,14 +28,14 @@ def rope_table(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) 
     return _reference.rope_table(positions_T, dim, theta, dtype)
 
 
-def rope_turns(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Tensor | None:
-    """`rope_turn` of `rope_table` from a cached table, on a CPU; None elsewhere."""
+def cached_freqs_cis(positions_T: Tensor, dim: int, theta: float, dtype: torch.dtype) -> Tensor | None:
+    """`freqs_cis` of `rope_table` from a cached table, on a CPU; None elsewhere."""
     if not positions_T.is_cpu or torch.is_grad_enabled() or dtype not in _COMPLEX:
         return None
-    return _complex.turns_at(positions_T, dim, theta, dtype)
+    return _complex.freqs_cis_at(positions_T, dim, theta, dtype)
 
 
-def rope_turn(cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor | None:
+def freqs_cis(cos_TR2: Tensor, sin_TR2: Tensor) -> Tensor | None:
     """cos + i sin (freqs_cis), if torch has complex numbers of the dtype, else None. `rope` can reuse it."""
     return torch.complex(cos_TR2, sin_TR2) if cos_TR2.dtype in _COMPLEX else None
 
@@ -44,29 +44,29 @@ def rope(
     x: Tensor,
     cos_TR2: Tensor,
     sin_TR2: Tensor,
-    turn_TR2: Tensor | None = None,
+    cis_TR2: Tensor | None = None,
     *,
     impl: str = "auto",
 ) -> Tensor:
     """`x` [T, R] or [T, H, R] rotated pair by pair (x[2j], x[2j+1]), pairs kept in place, in x.dtype.
 
-    `turn_TR2`: `rope_turn` of the same table, for repeated rotations.
+    `cis_TR2`: `freqs_cis` of the same table, for repeated rotations.
     """
-    return TABLE.module(impl, x).rope(x, cos_TR2, sin_TR2, turn_TR2)
+    return TABLE.module(impl, x).rope(x, cos_TR2, sin_TR2, cis_TR2)
 
 
-def rope_part(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, turn_TR2: Tensor | None, start: int, stop: int) -> Tensor:
+def rope_part(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, cis_TR2: Tensor | None, start: int, stop: int) -> Tensor:
     """`x` [T, width] or [T, H, width] with its dimensions `start` to `stop` rotated, the others unchanged.
 
     Without a gradient x is mutated and returned; the caller must not use it afterwards.
     """
     if torch.is_grad_enabled():
-        return torch.cat([x[..., :start], rope(x[..., start:stop], cos_TR2, sin_TR2, turn_TR2), x[..., stop:]], dim=-1)
+        return torch.cat([x[..., :start], rope(x[..., start:stop], cos_TR2, sin_TR2, cis_TR2), x[..., stop:]], dim=-1)
     part = x[..., start:stop]
-    if turn_TR2 is not None and part.is_cpu and _complex.fits(part):
-        part.view(turn_TR2.dtype).mul_(turn_TR2 if x.dim() == 2 else turn_TR2.unsqueeze(1))
+    if cis_TR2 is not None and part.is_cpu and _complex.fits(part):
+        part.view(cis_TR2.dtype).mul_(cis_TR2 if x.dim() == 2 else cis_TR2.unsqueeze(1))
     elif chosen(part) and part.stride(-1) == 1:
         TABLE.module("triton", part).rotate(part, cos_TR2, sin_TR2, part)
     else:
-        part.copy_(rope(part, cos_TR2, sin_TR2, turn_TR2))
+        part.copy_(rope(part, cos_TR2, sin_TR2, cis_TR2))
     return x

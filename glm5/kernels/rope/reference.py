@@ -26,7 +26,7 @@ def _frequencies(dim: int, theta: float, dtype: torch.dtype, device: torch.devic
         return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim)
 
 
-def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, _turn_TR2: Tensor | None = None) -> Tensor:
+def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, _cis_TR2: Tensor | None = None) -> Tensor:
     """Rotated `x`, [T, R] or [T, H, R], same shape and dtype."""
     if x.dim() == 3:
         cos_TR2, sin_TR2 = cos_TR2.unsqueeze(1), sin_TR2.unsqueeze(1)

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -31,11 +31,11 @@ def _rope(
     r = tl.arange(0, 2 * PAIRS)
     j = tl.arange(0, PAIRS)
     inside = (h < H)[:, None] & (r < 2 * HALF)[None, :]
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     x = tl.load(x_ptr + t * stride_t + h[:, None] * stride_h + r[None, :], mask=inside, other=0.0)
     cos = tl.load(cos_ptr + t * HALF + j, mask=j < HALF, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + t * HALF + j, mask=j < HALF, other=0.0).to(tl.float32)[None, :]
-    let_later_begin(PDL)
+    pdl_launch_dependents(PDL)
     a, b = tl.split(tl.reshape(x.to(tl.float32), [BLOCK_H, PAIRS, 2]))
     first = (a * cos).to(x.dtype).to(tl.float32) - (b * sin).to(x.dtype).to(tl.float32)
     second = (b * cos).to(x.dtype).to(tl.float32) + (a * sin).to(x.dtype).to(tl.float32)
@@ -43,7 +43,7 @@ def _rope(
     tl.store(out_ptr + t * out_stride_t + h[:, None] * out_stride_h + r[None, :], out, mask=inside)
 
 
-def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, _turn_TR2: Tensor | None = None) -> Tensor:
+def rope(x: Tensor, cos_TR2: Tensor, sin_TR2: Tensor, _cis_TR2: Tensor | None = None) -> Tensor:
     """As `reference.rope`; x may be strided."""
     asks = torch.is_grad_enabled() and x.requires_grad
     return _Rope.apply(x, cos_TR2, sin_TR2) if asks else rotate(x, cos_TR2, sin_TR2)

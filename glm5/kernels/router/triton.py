@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels import tuned
-from glm5.kernels.triton_fp8 import let_later_begin, prefetch, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait, prefetch
 from glm5.kernels.triton_support import dependent_launch
 
 _FEW = 32  # tokens up to which the product is memory-bound
@@ -53,8 +53,8 @@ def _scores(
         for step in range(first, min(first + steps, tl.cdiv(D, BLOCK_D))):
             at = w_ptr + tl.minimum(e, E - 1)[:, None] * D
             prefetch(at + tl.minimum(step * BLOCK_D + line, D - 1)[None, :])
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     for step in tl.range(first, min(first + steps, tl.cdiv(D, BLOCK_D)), num_stages=STAGES):
         inside = step * BLOCK_D + i < D
         w = tl.load(w_at + step * BLOCK_D, mask=inside[None, :], other=0.0)
@@ -85,11 +85,11 @@ def _choose(
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS)
     bias = tl.load(bias_ptr + e, mask=e < E, other=0.0)
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     logit = tl.zeros([EXPERTS], tl.float32)
     for split in tl.static_range(SPLIT):
         logit += tl.load(logit_ptr + (split * tl.cast(T, tl.int64) + t) * E + e, mask=e < E, other=0.0)
-    let_later_begin(PDL)
+    pdl_launch_dependents(PDL)
     p = 1 / (1 + tl.exp(-logit))
     choice = p + bias
     choice = tl.where(choice == choice, choice, _LOWEST)

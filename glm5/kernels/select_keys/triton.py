@@ -40,7 +40,7 @@ def select_keys(
     parts = []
     for first in range(0, max(1, len(q_TJI)), step):
         q, w, row, end = (x[first : first + step] for x in (q_TJI, w_TJ, row_T, end_T))
-        turn = None if rotation is None else (rotation[0][first : first + step], rotation[1][first : first + step])
+        angles = None if rotation is None else (rotation[0][first : first + step], rotation[1][first : first + step])
         score_TS = q.new_empty(len(q), num_keys, dtype=torch.float32)
         group_TG = q.new_empty(len(q), triton.cdiv(num_keys, group), dtype=torch.float32) if group > 1 else None
         score_visible(
@@ -54,7 +54,7 @@ def select_keys(
             group_TG,
             scale=scale,
             group=group,
-            rotation=turn,
+            rotation=angles,
             tiling=tiling,
         )
         parts.append(best_of(score_TS, group_TG, end, group, top_k))

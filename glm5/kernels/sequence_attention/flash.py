@@ -30,8 +30,8 @@ def sequence_attention(
 
 def _batched(q_THX: Tensor, k_THX: Tensor, v_THX: Tensor, lengths: list[int], scale: float) -> tuple[Tensor, Tensor]:
     q, k, v = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in (q_THX, k_THX, v_THX))
-    asked = {"attn_bias": None, "compute_log_sumexp": True, "is_causal": True, "scale": scale}
-    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, **asked)[:2]
+    kwargs = {"attn_bias": None, "compute_log_sumexp": True, "is_causal": True, "scale": scale}
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, **kwargs)[:2]
     lse_BHT = lse.view(len(lengths), q.shape[1], -1)
     return out.transpose(1, 2).flatten(0, 1), lse_BHT.transpose(1, 2).flatten(0, 1)
 
@@ -39,8 +39,8 @@ def _batched(q_THX: Tensor, k_THX: Tensor, v_THX: Tensor, lengths: list[int], sc
 def _packed(q_THX: Tensor, k_THX: Tensor, v_THX: Tensor, lengths: list[int], scale: float) -> tuple[Tensor, Tensor]:
     start_B1 = _starts(tuple(lengths), q_THX.device)
     packed = (start_B1, start_B1, max(lengths), max(lengths))
-    asked = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False, "scale": scale}
-    out_THX, lse_HT = torch.ops.aten._flash_attention_forward(q_THX, k_THX, v_THX, *packed, **asked)[:2]
+    kwargs = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False, "scale": scale}
+    out_THX, lse_HT = torch.ops.aten._flash_attention_forward(q_THX, k_THX, v_THX, *packed, **kwargs)[:2]
     return out_THX, lse_HT.T
 
 

@@ -45,42 +45,42 @@ def sparse_mla(
     return run(q_THL, latent_PZL, keys_TK, *where, scale=scale, value_dim=value_dim)
 
 
-def _suits_cuda(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, table_BN: Tensor, _: Tensor, value_dim: int):
+def _fits_cuda(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, table_BN: Tensor, _: Tensor, value_dim: int):
     is_faster = len(q_THL) >= _FP8_CUDA
     if isinstance(latent_PZL, Tensor):
         is_faster = len(q_THL) >= _CUDA and (len(q_THL) <= _MOST or q_THL.shape[1] < _MANY_HEADS)
     return is_faster and not cuda.refusal(q_THL, latent_PZL, keys_TK, table_BN, value_dim)
 
 
-def _suits_trained(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, *_: Any) -> bool:
+def _fits_trained(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, *_: Any) -> bool:
     fits = q_THL.element_size() == 2 and q_THL.shape[1] <= _TRAINED_HEADS
     return fits and keys_TK is not None and isinstance(latent_PZL, Tensor)
 
 
-def _suits_grouped(q_THL: Tensor, _: Pool, _keys_TK: Tensor | None, table_BN: Tensor, end_T: Tensor, *_given: int):
+def _fits_grouped(q_THL: Tensor, _: Pool, _keys_TK: Tensor | None, table_BN: Tensor, end_T: Tensor, *_given: int):
     return not torch.is_grad_enabled() and few_queries(table_BN, end_T, q_THL.shape[1])
 
 
-def _suits_masked(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, table_BN: Tensor, end_T: Tensor, *_: int):
+def _fits_masked(q_THL: Tensor, latent_PZL: Pool, keys_TK: Tensor | None, table_BN: Tensor, end_T: Tensor, *_: int):
     """Measured on one core (4 heads, latents of 80 values): with hundreds of queries a request, it wins up to 11 keys
     in context per key selected; with one query a request, up to 3."""
     if keys_TK is None:
         return True
-    crowded = q_THL.shape[0] >= 16 * table_BN.shape[0]
+    many_queries = q_THL.shape[0] >= 16 * table_BN.shape[0]
     num_keys = table_BN.shape[1] * latent_PZL.shape[1]
     if q_THL.is_cpu and len(end_T):
         # It goes request by request, so few long ones do not decide. Of a whole sequence, the mean is half.
-        num_keys = min(num_keys, int(end_T.max()), int(end_T.float().mean()) * (2 if crowded else 1))
-    return num_keys <= (10 if crowded else 3) * keys_TK.shape[1]
+        num_keys = min(num_keys, int(end_T.max()), int(end_T.float().mean()) * (2 if many_queries else 1))
+    return num_keys <= (10 if many_queries else 3) * keys_TK.shape[1]
 
 
 TABLE = Table(
     __name__,
-    cuda=Impl("8 or 16 heads, and enough queries", on="hopper", when=_suits_cuda, gradient=False),
+    cuda=Impl("8 or 16 heads, and enough queries", on="hopper", when=_fits_cuda, gradient=False),
     triton=Impl("other numbers of heads and queries", on="triton", gradient=False),
-    trained=Impl("16 bits", on="triton", when=_suits_trained, gradient=True, module="triton_trained"),
-    grouped=Impl("few queries of each of many requests", on="cpu", when=_suits_grouped),
-    masked=Impl("contexts a few times as long as selections", when=_suits_masked),
+    trained=Impl("16 bits", on="triton", when=_fits_trained, gradient=True, module="triton_trained"),
+    grouped=Impl("few queries of each of many requests", on="cpu", when=_fits_grouped),
+    masked=Impl("contexts a few times as long as selections", when=_fits_masked),
     chunked=Impl("gathers again for backward", gradient=True),
     gather=Impl("the definition", module="reference"),
     invariant=Impl("a result depends on its query and keys alone, bit for bit"),

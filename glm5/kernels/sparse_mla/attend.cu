@@ -35,16 +35,16 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
     const int share = blockIdx.x, num_shares = gridDim.x, t = blockIdx.y;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x < 2 * STAGES)
-        make_barrier(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 33 * FETCHING : WARPS);
+        mbarrier_init(full + 8 * threadIdx.x, threadIdx.x < STAGES ? 33 * FETCHING : WARPS);
     __syncthreads();
-    wait_for_earlier();
-    let_later_begin();
+    pdl_wait();
+    pdl_launch_dependents();
 
     const int last = end[t];
     const int count = keys ? num_keys : last;
     const int blocks = last > 0 ? (count + KEYS - 1) / KEYS : 0;
-    const int a_share = (blocks + num_shares - 1) / num_shares;
-    const int start = min(share * a_share, blocks), stop = min(start + a_share, blocks);
+    const int share_len = (blocks + num_shares - 1) / num_shares;
+    const int start = min(share * share_len, blocks), stop = min(start + share_len, blocks);
     if (warp >= WARPS) {
         if (start < stop) {
             const int* own = keys ? keys + (u64)t * num_keys : nullptr;
@@ -53,7 +53,7 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
 #pragma unroll
                 for (int line = 0; line < (ROW + 127) / 128; ++line)
                     if (128 * line + 16 * chunk < ROW)
-                        fetch_or_clear(to + row * PITCH + 16 * chunk + 128 * line, from + 128 * line, is);
+                        cp_async_or_zero(to + row * PITCH + 16 * chunk + 128 * line, from + 128 * line, is);
             };
             fetch<STAGE>(k, latent, page_stride, row_stride, start, stop, data, seen, full, empty, copy);
         }
@@ -86,20 +86,20 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
     for (int block = start; block < stop; ++block) {
         const int index = block - start, stage = index % STAGES;
         const u32 at = data + stage * STAGE;
-        float* const mine = logits + index % 2 * (2 * HALF);
-        wait(full + 8 * stage, index / STAGES % 2);
+        float* const block_logits = logits + index % 2 * (2 * HALF);
+        mbarrier_wait(full + 8 * stage, index / STAGES % 2);
         float part[CHAINS][TILES][4] = {};
 #pragma unroll
         for (int k = 0; k < STEPS; ++k) {
             u32 a[4];
-            load4(a, at + here + 32 * k);
+            ldmatrix_x4(a, at + here + 32 * k);
 #pragma unroll
             for (int n = 0; n < TILES; ++n)
-                add_product_of<false>(part[k % CHAINS][n], a, q_part[k][n][0], q_part[k][n][1]);
+                mma_m16n8k16<false>(part[k % CHAINS][n], a, q_part[k][n][0], q_part[k][n][1]);
         }
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-            float* const to = mine + half * HALF + (16 * tile + group) * LOGITS + 8 * n + pair;
+            float* const to = block_logits + half * HALF + (16 * tile + group) * LOGITS + 8 * n + pair;
             float all[4] = {};
 #pragma unroll
             for (int i = 0; i < 4; ++i)
@@ -108,7 +108,7 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
             *(float2*)to = make_float2(all[0], all[1]);
             *(float2*)(to + 8 * LOGITS) = make_float2(all[2], all[3]);
         }
-        meet(1, 32 * WARPS);
+        named_barrier_sync(1, 32 * WARPS);
 
         // Keys 16 k + pair + {0, 1, 8, 9} of head `group`.
         u32 p_part[KEYS / 16][TILES][2];
@@ -120,26 +120,26 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const int key = 16 * k + pair + i % 2 + i / 2 * 8;
-                    const float* from = mine + key * LOGITS + 8 * n + group;
+                    const float* from = block_logits + key * LOGITS + 8 * n + group;
                     const float logit = (from[0] + from[HALF]) * __int_as_float(scale);
                     p[k][i] = seen[stage * KEYS + key] ? logit : -1e30f;
                     most = fmaxf(most, p[k][i]);
                 }
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
             most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-            const float now = fmaxf(top[n], most), shrink = exp2_of(top[n] - now);
+            const float now = fmaxf(top[n], most), rescale = exp2_approx(top[n] - now);
             top[n] = now;
-            sum[n] *= shrink;
+            sum[n] *= rescale;
 #pragma unroll
             for (int k = 0; k < KEYS / 16; ++k) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    p[k][i] = p[k][i] > -1e30f ? exp2_of(p[k][i] - now) : 0.0f;
+                    p[k][i] = p[k][i] > -1e30f ? exp2_approx(p[k][i] - now) : 0.0f;
                     sum[n] += p[k][i];
                 }
-                p_part[k][n][0] = as_pair(p[k][0], p[k][1]), p_part[k][n][1] = as_pair(p[k][2], p[k][3]);
+                p_part[k][n][0] = to_bf16x2(p[k][0], p[k][1]), p_part[k][n][1] = to_bf16x2(p[k][2], p[k][3]);
             }
-            const float first = __shfl_sync(~0u, shrink, 4 * pair), second = __shfl_sync(~0u, shrink, 4 * pair + 4);
+            const float first = __shfl_sync(~0u, rescale, 4 * pair), second = __shfl_sync(~0u, rescale, 4 * pair + 4);
 #pragma unroll
             for (int m = 0; m < ROWS; ++m) {
                 total[m][n][0] *= first, total[m][n][1] *= second;
@@ -151,12 +151,12 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
 #pragma unroll
             for (int k = 0; k < KEYS / 16; ++k) {
                 u32 a[4];
-                load4_transposed(a, at + across + 16 * k * PITCH + 32 * m);
+                ldmatrix_x4_transposed(a, at + across + 16 * k * PITCH + 32 * m);
 #pragma unroll
-                for (int n = 0; n < TILES; ++n) add_product_of<false>(total[m][n], a, p_part[k][n][0], p_part[k][n][1]);
+                for (int n = 0; n < TILES; ++n) mma_m16n8k16<false>(total[m][n], a, p_part[k][n][0], p_part[k][n][1]);
             }
         __syncwarp();
-        if (lane == 0) arrive(empty + 8 * stage);
+        if (lane == 0) mbarrier_arrive(empty + 8 * stage);
     }
 
     const u64 place = ((u64)t * num_shares + share) * H;
@@ -178,7 +178,7 @@ attend(const u16* q, const int* keys, const u8* latent, const int* table, const 
                 const u64 to = (place + 8 * n + pair + i % 2) * C + C / WARPS * warp + 16 * m + group + i / 2 * 8;
                 const float value = total[m][n][i] / (i % 2 ? second : first);
                 if (num_shares == 1)
-                    ((u16*)out)[to] = (u16)as_pair(value, 0);
+                    ((u16*)out)[to] = (u16)to_bf16x2(value, 0);
                 else
                     ((float*)out)[to] = value;
             }

@@ -6,12 +6,12 @@
 constexpr int KEYS = 64, COMPUTING = 256, FETCHING = 4;  // of a block; threads, and warps behind them
 
 #ifndef ON_CPU
-static __device__ void load4(u32 (&x)[4], u32 at) {
+static __device__ void ldmatrix_x4(u32 (&x)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 }
 
-static __device__ void load4_transposed(u32 (&x)[4], u32 at) {
+static __device__ void ldmatrix_x4_transposed(u32 (&x)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 }
@@ -21,7 +21,7 @@ static __device__ void load4_transposed(u32 (&x)[4], u32 at) {
                  "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                                             \
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                            \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-template <bool F16> static __device__ void add_product_of(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+template <bool F16> static __device__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if constexpr (F16)
         ADD_PRODUCT("f16");
     else
@@ -29,7 +29,7 @@ template <bool F16> static __device__ void add_product_of(float (&d)[4], const u
 }
 
 // Copies 16 bytes, or writes zeros.
-static __device__ void fetch_or_clear(u32 to, const u8* from, bool is) {
+static __device__ void cp_async_or_zero(u32 to, const u8* from, bool is) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  ::"r"(to), "l"(from), "r"(is ? 16 : 0) : "memory");
 }
@@ -66,7 +66,7 @@ static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u
 #pragma unroll
         for (int s = 0; s < STAGES; ++s) {
             if (first + s >= stop) break;
-            wait(empty + 8 * s, parity);
+            mbarrier_wait(empty + 8 * s, parity);
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
                 const bool is = k.is(key[s][r]);
@@ -75,9 +75,9 @@ static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u
                 const u8* const from = latent + (u64)page[s][r] * page_stride + slot * row_stride + 16 * chunk;
                 copy(data + s * STAGE, row + 4 * r, chunk, from, is);
             }
-            arrive_with_copies(full + 8 * s);
+            cp_async_mbarrier_arrive(full + 8 * s);
             __syncwarp();
-            if (lane == 0) arrive(full + 8 * s);  // after writes to `seen`, too
+            if (lane == 0) mbarrier_arrive(full + 8 * s);  // after writes to `seen`, too
             // Prefetch: keys of the next block of this stage, and pages of the next block of the previous stage.
             const int before = (s + STAGES - 1) % STAGES, ahead = first + STAGES + s;
 #pragma unroll
@@ -87,5 +87,5 @@ static __device__ void fetch(const Keys& k, const u8* latent, u32 page_stride, u
             }
         }
     }
-    end_copies();
+    cp_async_wait_all();
 }

@@ -112,15 +112,15 @@ def _kernel(num_heads: int, value_dim: int, width: int, page_size: int, device: 
 @cache
 def _fp8_kernel(num_heads: int, page_size: int, device: torch.device) -> tuple[cuda_code.CudaKernel, list[int]]:
     """The kernel, and how many clusters of 1, 2, .. programs run concurrently."""
-    beside = _beside_bytes(num_heads, _FP8_STAGES)
-    shared_bytes = 1023 + _FP8_STAGES * KEYS * (512 + 2 * 64 + 4 * 4) + beside
-    sizes = {"H": num_heads, "Z": page_size, "STAGES": _FP8_STAGES, "BESIDE": beside}
+    storage_bytes = _storage_bytes(num_heads, _FP8_STAGES)
+    shared_bytes = 1023 + _FP8_STAGES * KEYS * (512 + 2 * 64 + 4 * 4) + storage_bytes
+    sizes = {"H": num_heads, "Z": page_size, "STAGES": _FP8_STAGES, "SHARED_STORAGE": storage_bytes}
     kernel = cuda_code.build(FP8_SOURCE, "attend_fp8", shared_bytes, device, **sizes)
     alone = triton_support.multiprocessors(device)
     return kernel, [alone, *(kernel.num_clusters(_THREADS, shares) for shares in range(2, _MAX_SHARES + 1))]
 
 
-def _beside_bytes(num_heads: int, stages: int) -> int:
+def _storage_bytes(num_heads: int, stages: int) -> int:
     """Shared memory of attend_fp8.cu without its stages."""
     a_head = 4 * 2 * 128 + 2 * 4 * 2 * KEYS + 2 * 16 + 2 * 16 * 4 + 2 * 8 * 4 + 4
     return num_heads * a_head + stages * (4 * KEYS + 2 * 8)

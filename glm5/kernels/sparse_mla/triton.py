@@ -22,7 +22,7 @@ from torch import Tensor
 from glm5.kernels import tuned
 from glm5.kernels.block_scaled import BLOCK, FP8
 from glm5.kernels.fp8_pool import ROPE_DTYPE, Fp8Keys, Fp8Latents, Pool
-from glm5.kernels.triton_fp8 import last_to_arrive, let_later_begin, once, wait_for_earlier
+from glm5.kernels.triton_fp8 import last_to_arrive, materialize, pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import NUM_ARRIVALS, arrivals, dependent_launch, multiprocessors
 
 _SHARED_ROWS = 64
@@ -85,7 +85,7 @@ def _bytes(
 def _widened(bytes_GNC, scale_GN, GROUPS: tl.constexpr, dtype: tl.constexpr):
     values_GNC = ()
     for g in tl.static_range(GROUPS):
-        values_GNC = values_GNC + (once((bytes_GNC[g].to(tl.float32) * scale_GN[g][:, None]).to(dtype)),)
+        values_GNC = values_GNC + (materialize((bytes_GNC[g].to(tl.float32) * scale_GN[g][:, None]).to(dtype)),)
     return values_GNC
 
 
@@ -263,8 +263,8 @@ def _attend(
 
     program_id(0): share of the keys; (1): tile of queries, the last first; (2): block of heads.
     """
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     share, tile, pair = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.arange(0, BLOCK_H)
     place, h = (pair // H) * (QUERIES > 1), tl.program_id(2) * BLOCK_H + (pair % H if QUERIES > 1 else pair)
     t = (tile * QUERIES + place).to(tl.int64)
@@ -318,8 +318,8 @@ def _merge(
     t, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     s, c = tl.arange(0, BLOCK_SHARES), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     place_S = (t * SHARES + s) * H + h
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     lse_S = tl.load(part_lse_ptr + place_S, mask=s < SHARES, other=float("-inf"))
     known = (s[:, None] < SHARES) & (c[None, :] < C)
     part_SC = tl.load(part_ptr + place_S[:, None] * C + c[None, :], mask=known, other=0.0)
@@ -347,15 +347,15 @@ class Tiling(NamedTuple):
     """Maximum registers per thread; 0: the compiler's choice."""
 
 
-def tiling_for(q_THL: Tensor, is_fp8: bool, crowded: bool) -> Tiling:
+def tiling_for(q_THL: Tensor, is_fp8: bool, many_queries: bool) -> Tiling:
     """Without an entry in `kernels/tuned`: what was fastest on an H200 at GLM-5's sizes.
 
-    `crowded`: queries in a row read the same keys.
+    `many_queries`: queries in a row read the same keys.
     """
     num_heads = q_THL.shape[1]
     if q_THL.element_size() == 4:  # products of float32 take registers where others take matrix units
         return Tiling(1, 16, 16, warps=4, stages=2, programs=1)
-    if crowded and num_heads <= _SHARED_ROWS // 2:
+    if many_queries and num_heads <= _SHARED_ROWS // 2:
         return Tiling(_SHARED_ROWS // num_heads, _SHARED_ROWS, 64, warps=8, stages=2, programs=1)
     if is_fp8:
         return Tiling(1, 16, 32, warps=4, stages=4, programs=2)
@@ -382,12 +382,12 @@ def sparse_mla(
     """
     (num_queries, H, _), page_size = q_THL.shape, latent_PZL.shape[1]
     num_keys = page_table_BN.shape[1] * page_size if keys_TK is None else keys_TK.shape[1]
-    crowded = keys_TK is None and num_queries >= 2 * page_table_BN.shape[0]
+    many_queries = keys_TK is None and num_queries >= 2 * page_table_BN.shape[0]
     is_fp8 = isinstance(latent_PZL, Fp8Latents)
     if tile is None and num_shares is None and q_THL.element_size() == 2:
-        sizes = f"H={H} C={value_dim}{' fp8' if is_fp8 else ''}{' crowded' if crowded else ''}"
+        sizes = f"H={H} C={value_dim}{' fp8' if is_fp8 else ''}{' many_queries' if many_queries else ''}"
         tile = tuned.find(Tiling, "sparse_mla", sizes, num_queries, q_THL.device)
-    tile = tile or tiling_for(q_THL, is_fp8, crowded)
+    tile = tile or tiling_for(q_THL, is_fp8, many_queries)
     tiles, head_blocks = triton.cdiv(num_queries, tile.queries), triton.cdiv(H, tile.rows)
     if num_shares is None:
         wanted = tile.programs * multiprocessors(q_THL.device) // max(1, tiles * head_blocks)

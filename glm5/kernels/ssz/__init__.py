@@ -21,11 +21,11 @@ def ssz(
     quant_max: float,
     starts: tuple[float, ...],
     steps: int,
-    polish: int,
+    refine: int,
     impl: str = "auto",
 ) -> Tensor:
     """The scale [B, O, G] of w's rows of I elements with the least sum of h (w - scale q)^2 that steps lead to.
 
     Starts are factors of max|w| / quant_max. `h_BGI` >= 0 weighs elements alike in every one of O rows; None: 1.
     """
-    return TABLE.module(impl, w_BOGI).ssz(w_BOGI, h_BGI, quant_min, quant_max, starts, steps, polish)
+    return TABLE.module(impl, w_BOGI).ssz(w_BOGI, h_BGI, quant_min, quant_max, starts, steps, refine)

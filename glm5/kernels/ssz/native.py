@@ -19,7 +19,7 @@ def _search(number: type[ctypes.c_float] | type[ctypes.c_double]) -> type[ctypes
         _fields_ = [
             *((name, ctypes.c_void_p) for name in ("w", "h", "starts")),
             *((name, ctypes.c_int64) for name in ("rows", "width", "rows_per_matrix", "groups", "one_h")),
-            *((name, ctypes.c_int) for name in ("num_starts", "steps", "polish")),
+            *((name, ctypes.c_int) for name in ("num_starts", "steps", "refine")),
             *((name, number) for name in ("quant_min", "quant_max")),
             ("out", ctypes.c_void_p),
         ]
@@ -45,7 +45,7 @@ def ssz(
     quant_max: float,
     starts: tuple[float, ...],
     steps: int,
-    polish: int,
+    refine: int,
 ) -> Tensor:
     """As `reference.ssz`; sums are added up in another order, so a scale may differ in its last bits."""
     native = library(_SOURCE, _WITHOUT)
@@ -62,7 +62,7 @@ def ssz(
     one_h = h is not None and len(h) == 1
 
     search = make(
-        *pointers, B * O * G, I, O * G, G, one_h, len(starts), steps, polish, quant_min, quant_max, out_BOG.data_ptr()
+        *pointers, B * O * G, I, O * G, G, one_h, len(starts), steps, refine, quant_min, quant_max, out_BOG.data_ptr()
     )
     if getattr(native, name)(ctypes.byref(search), torch.get_num_threads()):
         raise MemoryError("ssz: no memory for a row")

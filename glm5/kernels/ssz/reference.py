@@ -20,7 +20,7 @@ def ssz(
     quant_max: float,
     starts: tuple[float, ...],
     steps: int,
-    polish: int,
+    refine: int,
 ) -> Tensor:
     """Scale [B, O, G] in float32, or float64 for float64. 1 for rows of zeros."""
     w = w_BOGI.to(torch.promote_types(w_BOGI.dtype, torch.float32))
@@ -44,7 +44,7 @@ def ssz(
             scale, explained = step(scale)
             better = explained > most
             most, best = torch.where(better, explained, most), torch.where(better, scale, best)
-    for _ in range(polish):
+    for _ in range(refine):
         scale, explained = step(best)
         if w.is_cpu and not bool((explained > most).any()):
             break  # nothing would change any more

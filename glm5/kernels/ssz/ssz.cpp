@@ -1,6 +1,6 @@
-// reference.py's search, a row at a time with all its steps: the row stays in the first cache.
+// The search of reference.py. All steps of a row are done before the next row, so that it stays in the L1 cache.
 //
-// Sums run in LANES parallel sums over a row padded with zeros, added up in order: a row's bits depend on nothing else.
+// A row is padded with zeros and summed in LANES partial sums, which are added in order: its bits depend on no other row.
 
 #include <algorithm>
 #include <cstdint>
@@ -18,12 +18,12 @@ constexpr int LANES = 32;
 template <class T> struct Search {
     const T *w, *h, *starts;  // w [rows, width]; h [matrices or 1, groups, width] or null
     int64_t rows, width, rows_per_matrix, groups, one_h;
-    int num_starts, steps, polish;
+    int num_starts, steps, refine;
     T quant_min, quant_max;
     T* out;  // [rows]
 };
 
-// Adding and taking away 1.5 * 2^(bits of the fraction - 1) rounds small numbers to nearest even.
+// Adding and subtracting 1.5 * 2^(bits of the fraction - 1) rounds small numbers to nearest even.
 template <class T> constexpr T ROUND = T(1.5) * T(int64_t(1) << (std::numeric_limits<T>::digits - 1));
 
 template <class T, bool WEIGHTED>
@@ -46,9 +46,9 @@ void step(const T* w, const T* hw, const T* h, int64_t padded, T scale, T quant_
 }
 
 template <class T, bool WEIGHTED> T search(const Search<T>& of, const T* w, const T* hw, const T* h, int64_t padded) {
-    T reach = 0;
-    for (int64_t i = 0; i < of.width; ++i) reach = std::max(reach, w[i] < 0 ? -w[i] : w[i]);
-    T first = reach / of.quant_max;
+    T amax = 0;
+    for (int64_t i = 0; i < of.width; ++i) amax = std::max(amax, w[i] < 0 ? -w[i] : w[i]);
+    T first = amax / of.quant_max;
     if (first == 0) first = 1;
     T best = first, most = -std::numeric_limits<T>::infinity(), explained;
     for (int s = 0; s < of.num_starts; ++s) {
@@ -58,17 +58,17 @@ template <class T, bool WEIGHTED> T search(const Search<T>& of, const T* w, cons
             if (explained > most) most = explained, best = scale;
         }
     }
-    for (int i = 0; i < of.polish; ++i) {
+    for (int i = 0; i < of.refine; ++i) {
         T scale;
         step<T, WEIGHTED>(w, hw, h, padded, best, of.quant_min, of.quant_max, scale, explained);
-        if (!(explained > most)) break;  // nothing would change any more
+        if (!(explained > most)) break;  // more steps would change nothing
         most = explained, best = scale;
     }
     return most > 0 ? best : first;
 }
 
-// `w`: room for three padded rows, zeros.
-template <class T> void some_rows(const Search<T>& of, int64_t start, int64_t stop, T* w) {
+// `w`: scratch for three padded rows, zeros.
+template <class T> void search_rows(const Search<T>& of, int64_t start, int64_t stop, T* w) {
     int64_t padded = (of.width + LANES - 1) / LANES * LANES;
     T *hw = w + padded, *h = hw + padded;
     for (int64_t row = start; row < stop; ++row) {
@@ -86,24 +86,24 @@ template <class T> void some_rows(const Search<T>& of, int64_t start, int64_t st
 
 template <class T> int run(const Search<T>& of, int num_threads) {
     int64_t each = (of.rows + num_threads - 1) / num_threads;
-    int64_t room = 3 * ((of.width + LANES - 1) / LANES * LANES);
+    int64_t row_scratch = 3 * ((of.width + LANES - 1) / LANES * LANES);
     std::vector<std::thread> others;
     try {
-        std::vector<T> rooms(room * num_threads);
+        std::vector<T> scratch(row_scratch * num_threads);
         others.reserve(num_threads);
         auto part = [&](int t) {
-            some_rows(of, std::min(of.rows, t * each), std::min(of.rows, (t + 1) * each), rooms.data() + t * room);
+            search_rows(of, std::min(of.rows, t * each), std::min(of.rows, (t + 1) * each), scratch.data() + t * row_scratch);
         };
         int t = 1;
         try {
             for (; t < num_threads && t * each < of.rows; ++t) others.emplace_back(part, t);
-        } catch (const std::system_error&) {  // no more threads: this one does the rest
+        } catch (const std::system_error&) {  // no more threads: this one computes the rest
         }
         part(0);
         for (; t < num_threads; ++t) part(t);
         for (std::thread& other : others) other.join();
         return 0;
-    } catch (const std::bad_alloc&) {  // before any thread began
+    } catch (const std::bad_alloc&) {  // before any thread was started
         return 1;
     }
 }

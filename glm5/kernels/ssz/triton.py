@@ -33,7 +33,7 @@ def _ssz(
     quant_min,
     quant_max,
     STEPS: tl.constexpr,
-    POLISH: tl.constexpr,
+    REFINE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -59,7 +59,7 @@ def _ssz(
             scale, explained = _step(w, hw, h, scale, quant_min, quant_max, WEIGHTED)
             best = tl.where(explained > most, scale, best)
             most = tl.maximum(explained, most)
-    for _ in range(POLISH):
+    for _ in range(REFINE):
         scale, explained = _step(w, hw, h, best, quant_min, quant_max, WEIGHTED)
         best = tl.where(explained > most, scale, best)
         most = tl.maximum(explained, most)
@@ -73,7 +73,7 @@ def ssz(
     quant_max: float,
     starts: tuple[float, ...],
     steps: int,
-    polish: int,
+    refine: int,
 ) -> Tensor:
     """As `reference.ssz`; sums are added up in another order, so a scale may differ in its last bits."""
     if w_BOGI.dtype == torch.float64:
@@ -99,7 +99,7 @@ def ssz(
         quant_min,
         quant_max,
         STEPS=steps,
-        POLISH=polish,
+        REFINE=refine,
         WEIGHTED=h_BGI is not None,
         ROWS=rows,
         WIDTH=width,

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.step_rows.reference import StepRows
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 _BLOCK = 128
@@ -36,8 +36,8 @@ def _step_rows(
 ):
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = t < num_rows
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     slot = tl.load(slot_ptr + t, mask=real, other=0)
     start = tl.load(start_ptr + t, mask=real, other=0)
     last = tl.load(len_ptr + slot, mask=real, other=1) - 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import BLOCK, FP8, num_blocks
 from glm5.kernels.fp8_pool import ROPE_DTYPE, Fp8Keys, Fp8Latents, Pool
-from glm5.kernels.triton_fp8 import let_later_begin, quantized_row, quotient, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait, quantized_row, quotient
 from glm5.kernels.triton_support import dependent_launch
 
 
@@ -97,7 +97,7 @@ def _store(
     PDL: tl.constexpr,
 ):
     t, c, r = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     slot = tl.load(slot_ptr + t).to(tl.int64)
     page, slot = slot // Z, slot % Z
     row = tl.load(row_ptr + t * stride + c, mask=c < C, other=0.0)
@@ -110,7 +110,7 @@ def _store(
     else:
         rope = tl.load(row_ptr + t * stride + C + r, mask=r < R, other=0.0)
         put_fp8_latent(row.to(tl.float32), c, rope, r, parts, page, slot, C, R)
-    let_later_begin(PDL)
+    pdl_launch_dependents(PDL)
 
 
 def kind_of(pool_PZX: Pool) -> str:

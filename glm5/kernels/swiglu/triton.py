@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from glm5.kernels.row_codes import Kind, empty_codes
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_rows import put_codes
 from glm5.kernels.triton_support import dependent_launch
 
@@ -26,10 +26,10 @@ def _forward(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr):
 def _swiglu_quantized(gate_up_ptr, out_ptr, codes_ptr, scale_ptr, F, stride_b, BLOCK: tl.constexpr, PDL: tl.constexpr):
     g = tl.program_id(0).to(tl.int64)
     f = tl.arange(0, BLOCK)
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     gate = tl.load(gate_up_ptr + g * 2 * F + f, mask=f < F, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + g * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
-    let_later_begin(PDL)
+    pdl_launch_dependents(PDL)
     out = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + g * F + f, out, mask=f < F)
     put_codes(out, g, f, F, codes_ptr, scale_ptr, stride_b)

@@ -38,9 +38,9 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_T: Tensor):
         hidden_TD, weight_WD, target_T, lse_T = ctx.saved_tensors
-        learns_hidden, learns_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden_TD) if learns_hidden else None
-        grad_weight = torch.zeros_like(weight_WD, dtype=lse_T.dtype) if learns_weight else None
+        hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden_TD) if hidden_needs_grad else None
+        grad_weight = torch.zeros_like(weight_WD, dtype=lse_T.dtype) if weight_needs_grad else None
         for start in range(0, len(target_T), ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits_TW = F.linear(hidden_TD[part], weight_WD).to(lse_T.dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from glm5.kernels.block_scaled import FP8
 from glm5.kernels.quantized_weight import Act
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_rows import row_codes, row_scale
 from glm5.kernels.triton_support import dependent_launch
 
@@ -28,9 +28,9 @@ def _prepare_rows(
     """`half`: of D; given as it is, its divisibility is known, and stores are wide."""
     t = tl.program_id(0).to(tl.int64)
     d, i = tl.arange(0, WIDTH), tl.arange(0, WIDTH // 2)
-    wait_for_earlier(PDL)
+    pdl_wait(PDL)
     x = tl.load(x_ptr + t * stride + d, mask=d < D, other=0.0)
-    let_later_begin(PDL)
+    pdl_launch_dependents(PDL)
     scale = tl.full([1], 1.0, tl.float32)
     if KIND != "none":
         x = x.to(tl.float32)

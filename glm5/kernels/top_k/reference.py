@@ -13,7 +13,7 @@ def top_k(score_TS: Tensor, k: int) -> Tensor:
     num_keys = score_TS.shape[1]
     score_TS = score_TS.detach()
     taken = min(k, num_keys)
-    # One more than asked shows whether the threshold is shared by a key that was left out.
+    # One more than requested shows whether the threshold is shared by a key that was left out.
     best, keys = score_TS.topk(min(k + 1, num_keys), dim=-1)
     if num_keys > k:
         tied_T = (best[:, k - 1] == best[:, k]) & (best[:, k] != float("-inf"))

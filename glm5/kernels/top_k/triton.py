@@ -7,7 +7,7 @@ prefix sum over the row then gives every chosen key its position, in index order
 
 For long rows, the maxima of about 4,096 groups of neighbours are computed first. If k groups have a maximum of at least
 m, k keys are at least m, so no key below m is among the best. Many programs collect the scores of at least m, each in
-its stretch of the row. The remaining ones, about 3,300 for random scores, are merged in runs of 4,096 with the best so
+its chunk of the row. The remaining ones, about 3,300 for random scores, are merged in runs of 4,096 with the best so
 far. The result is exact for any scores; only the time depends on them.
 """
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from glm5.kernels.triton_fp8 import let_later_begin, wait_for_earlier
+from glm5.kernels.triton_fp8 import pdl_launch_dependents, pdl_wait
 from glm5.kernels.triton_support import dependent_launch
 
 # Scores that a program compares at once; longer rows go through groups.
@@ -24,7 +24,7 @@ LONGEST = 8192
 _MAX_K = 1 << 14
 GROUPS = 4096  # of a long row, about
 _RUN, _LARGEST_GROUP = 4096, 64
-_STRETCH = 2048  # scores filtered by a program
+_CHUNK = 2048  # scores filtered by a program
 _ABSENT = tl.constexpr(-(2**31))
 _LARGEST = tl.constexpr(0x7F7FFFFF)  # rank of the largest finite number; the rank of its negative is its complement
 
@@ -117,8 +117,8 @@ def _best_of_row(
     PDL: tl.constexpr,
 ):
     """Best keys of row program_id(0), of which the first end_ptr[row] scores count."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     t = tl.program_id(0).to(tl.int64)
     end = tl.minimum(tl.load(end_ptr + t), num_keys) if HAS_END else num_keys
     i = tl.arange(0, WIDTH)
@@ -140,8 +140,8 @@ def _threshold(
     PDL: tl.constexpr,
 ):
     """least[t]: a rank that at least k groups reach, and few more; below all ranks if there are fewer groups."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     t = tl.program_id(0).to(tl.int64)
     end = tl.minimum(tl.load(end_ptr + t), num_keys) if HAS_END else num_keys
     i = tl.arange(0, WIDTH)
@@ -151,7 +151,7 @@ def _threshold(
 
 
 @triton.jit
-def _sift(
+def _compact(
     score_ptr,
     end_ptr,
     least_ptr,
@@ -159,21 +159,21 @@ def _sift(
     count_ptr,
     num_keys,
     score_stride,
-    STRETCH: tl.constexpr,
+    CHUNK: tl.constexpr,
     HAS_END: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """kept[t, n, :count[t, n]]: which scores of stretch n = program_id(1) reach least[t], in order."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
-    t, n, num_stretches = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    """kept[t, n, :count[t, n]]: which scores of chunk n = program_id(1) reach least[t], in order."""
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    t, n, num_chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     end = tl.minimum(tl.load(end_ptr + t), num_keys) if HAS_END else num_keys
-    i = n * STRETCH + tl.arange(0, STRETCH)
+    i = n * CHUNK + tl.arange(0, CHUNK)
     rank = _ranked(tl.load(score_ptr + t * score_stride + i, mask=i < end, other=float("-inf")))
     reaches = ((rank >= tl.load(least_ptr + t)) & (rank > _ABSENT)).to(tl.int32)
-    place = (t * num_stretches + n) * STRETCH + tl.cumsum(reaches, axis=0) - 1
+    place = (t * num_chunks + n) * CHUNK + tl.cumsum(reaches, axis=0) - 1
     tl.store(kept_ptr + place, i, mask=reaches > 0)
-    tl.store(count_ptr + t * num_stretches + n, tl.sum(reaches, axis=0))
+    tl.store(count_ptr + t * num_chunks + n, tl.sum(reaches, axis=0))
 
 
 @triton.jit
@@ -182,32 +182,32 @@ def _best_of_kept(
     kept_ptr,
     count_ptr,
     out_ptr,
-    num_stretches,
+    num_chunks,
     score_stride,
     k,
-    STRETCH: tl.constexpr,
-    STRETCHES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
     STEPS: tl.constexpr,
     RUN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As `_best_of_row`, of what is kept, in runs: the best so far, then the next ones. STRETCHES is 2 ** STEPS."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
-    t, n, p = tl.program_id(0).to(tl.int64), tl.arange(0, STRETCHES), tl.arange(0, RUN)
-    score, out, kept = score_ptr + t * score_stride, out_ptr + t * k, kept_ptr + t * num_stretches * STRETCH
-    count = tl.load(count_ptr + t * num_stretches + n, mask=n < num_stretches, other=0)
+    """As `_best_of_row`, of what is kept, in runs: the best so far, then the next ones. CHUNKS is 2 ** STEPS."""
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
+    t, n, p = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS), tl.arange(0, RUN)
+    score, out, kept = score_ptr + t * score_stride, out_ptr + t * k, kept_ptr + t * num_chunks * CHUNK
+    count = tl.load(count_ptr + t * num_chunks + n, mask=n < num_chunks, other=0)
     first = tl.cumsum(count, axis=0) - count
     num_kept = tl.sum(count, axis=0)
     for run in range(1 + tl.cdiv(tl.maximum(num_kept - RUN, 0), RUN - k)):
         is_old = (run > 0) & (p < k)
         place = run * (RUN - k) + p
-        of_stretch = tl.zeros([RUN], tl.int32)  # the last that begins at `place` or before it
+        of_chunk = tl.zeros([RUN], tl.int32)  # the last that begins at `place` or before it
         for step in tl.static_range(STEPS):
-            later = of_stretch + (STRETCHES >> (step + 1))
-            of_stretch = tl.where(tl.gather(first, later, 0) <= place, later, of_stretch)
-        at = kept + of_stretch * STRETCH + (place - tl.gather(first, of_stretch, 0))
+            later = of_chunk + (CHUNKS >> (step + 1))
+            of_chunk = tl.where(tl.gather(first, later, 0) <= place, later, of_chunk)
+        at = kept + of_chunk * CHUNK + (place - tl.gather(first, of_chunk, 0))
         i = tl.load(at, mask=(place < num_kept) & (is_old == 0), other=-1)
         i = tl.where(is_old, tl.load(out + p, mask=is_old, other=-1), i)
         rank = _ranked(tl.load(score + i, mask=i >= 0, other=float("-inf")))
@@ -228,8 +228,8 @@ def _largest(
     PDL: tl.constexpr,
 ):
     """out[t, g] = the largest value of a group, a NaN if it has one."""
-    wait_for_earlier(PDL)
-    let_later_begin(PDL)
+    pdl_wait(PDL)
+    pdl_launch_dependents(PDL)
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     i = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -254,7 +254,7 @@ def top_k(score_TS: Tensor, k: int, *, longest: int = LONGEST, num_groups: int =
         return best_of(score_TS, None, None, 1, k)
     group = group_size(num_keys, num_groups)
     group_TG = score_TS.new_empty(num_rows, triton.cdiv(num_keys, group), dtype=torch.float32)
-    block = max(1, _STRETCH // group)
+    block = max(1, _CHUNK // group)
     grid = (num_rows, triton.cdiv(group_TG.shape[1], block))
     _largest[grid](
         score_TS, group_TG, num_keys, score_TS.stride(0), group_TG.stride(0), GROUP=group, BLOCK=block,
@@ -278,21 +278,21 @@ def best_of(score_TS: Tensor, group_TG: Tensor | None, end_T: Tensor | None, gro
         sizes = {"WIDTH": width, "BLOCK_K": block_k, "HAS_END": has_end, "num_warps": warps}
         _best_of_row[(num_rows,)](score_TS, end_T, out_TK, num_keys, score_TS.stride(0), k, **sizes, **launch)
         return out_TK
-    width, stretches, run = group_TG.shape[1], triton.cdiv(num_keys, _STRETCH), max(_RUN, 2 * block_k)
+    width, chunks, run = group_TG.shape[1], triton.cdiv(num_keys, _CHUNK), max(_RUN, 2 * block_k)
     least_T = torch.empty(num_rows, dtype=torch.int32, device=device)
-    count_TN = torch.empty(num_rows, stretches, dtype=torch.int32, device=device)
-    kept_TNS = torch.empty(num_rows, stretches, _STRETCH, dtype=torch.int32, device=device)
+    count_TN = torch.empty(num_rows, chunks, dtype=torch.int32, device=device)
+    kept_TNS = torch.empty(num_rows, chunks, _CHUNK, dtype=torch.int32, device=device)
     sizes = {"WIDTH": triton.next_power_of_2(width), "HAS_END": has_end, "num_warps": 8 if width <= LONGEST else 16}
     where = num_keys, group_TG.stride(0), k
     _threshold[(num_rows,)](group_TG, end_T, least_T, *where, GROUP=group, **sizes, **launch)
-    _sift[(num_rows, stretches)](
-        score_TS, end_T, least_T, kept_TNS, count_TN, num_keys, score_TS.stride(0), STRETCH=_STRETCH, HAS_END=has_end,
+    _compact[(num_rows, chunks)](
+        score_TS, end_T, least_T, kept_TNS, count_TN, num_keys, score_TS.stride(0), CHUNK=_CHUNK, HAS_END=has_end,
         **launch,
     )  # fmt: skip
-    steps = (stretches - 1).bit_length()
-    sizes = {"STRETCH": _STRETCH, "STRETCHES": 1 << steps, "STEPS": steps, "RUN": run, "BLOCK_K": block_k}
+    steps = (chunks - 1).bit_length()
+    sizes = {"CHUNK": _CHUNK, "CHUNKS": 1 << steps, "STEPS": steps, "RUN": run, "BLOCK_K": block_k}
     _best_of_kept[(num_rows,)](
-        score_TS, kept_TNS, count_TN, out_TK, stretches, score_TS.stride(0), k, **sizes,
+        score_TS, kept_TNS, count_TN, out_TK, chunks, score_TS.stride(0), k, **sizes,
         num_warps=8 if run <= LONGEST else 16, **launch,
     )  # fmt: skip
     return out_TK

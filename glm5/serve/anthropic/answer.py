@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from glm5.serve.generation.encrypted_reasoning import mark, seal
+from glm5.serve.generation.encrypted_reasoning import encrypt, mark
 from glm5.serve.generation.job import Step, Usage
 from glm5.serve.generation.segments import Segment, SegmentDelta, SegmentEnd, Segments, SegmentStart
 
@@ -69,7 +69,7 @@ class MessageAnswer:
                     yield {"type": "content_block_delta", "index": index, "delta": {"type": name, field: text}}
             case SegmentEnd(index, kind, text):
                 if kind == "reasoning":
-                    signature = seal(text) if self._omits_thinking else mark(text)
+                    signature = encrypt(text) if self._omits_thinking else mark(text)
                     delta = {"type": "signature_delta", "signature": signature}
                     yield {"type": "content_block_delta", "index": index, "delta": delta}
                 yield {"type": "content_block_stop", "index": index}

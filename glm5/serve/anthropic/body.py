@@ -1,7 +1,7 @@
 """The bodies of POST /v1/messages and /v1/messages/count_tokens: Anthropic's fields, those in beta included.
 
-Thinking is off where a request does not speak of it, as it is in Anthropic's own service: clients that never asked for
-it read the first block of an answer as its text. (A model that always thinks does so here too.)
+Thinking is off unless a request enables it, as in Anthropic's own service: other clients read the first block of an
+answer as its text. (A model that always thinks does so here too.)
 """
 
 from collections.abc import Mapping

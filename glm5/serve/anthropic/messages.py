@@ -12,7 +12,7 @@ from typing import Any
 
 from glm5.chat.message import Message, Tool
 from glm5.common.errors import RequestError
-from glm5.serve.generation.encrypted_reasoning import unseal
+from glm5.serve.generation.encrypted_reasoning import decrypt
 
 _TEXT_ONLY = "the model reads text alone"
 _ROLES = ("user", "assistant", "system")
@@ -74,7 +74,7 @@ def _of_assistant(content: Any, where: str) -> Message:
                 thinking, signature = block.get("thinking"), block.get("signature") or ""
                 if not isinstance(thinking, str) or not isinstance(signature, str):
                     raise RequestError(f"{place}.thinking is {thinking!r:.60}; allowed: a text", f"{place}.thinking")
-                reasoning.append(thinking or unseal(signature) or "")
+                reasoning.append(thinking or decrypt(signature) or "")
             case "redacted_thinking":
                 pass  # encrypted by Anthropic's service
             case "tool_use":

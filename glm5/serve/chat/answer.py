@@ -8,7 +8,7 @@ from typing import Any
 from glm5.chat.events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from glm5.serve.chat.body import ChatBody
 from glm5.serve.generation.job import LogprobRow, Step, Usage
-from glm5.serve.generation.logprobs import TokenSpeller, chat_logprobs, prompt_logprobs
+from glm5.serve.generation.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 
 
 def delta_of(events: Iterable[Event]) -> dict[str, Any]:
@@ -59,8 +59,8 @@ class _Choice:
 class ChatAnswer:
     """Converts the steps of one request to chunks, or to one completion, with the fields that its body requests."""
 
-    def __init__(self, body: ChatBody, answer_id: str, model: str, prompt_ids: Sequence[int], speller: TokenSpeller):
-        self.body, self.prompt_ids, self.speller = body, prompt_ids, speller
+    def __init__(self, body: ChatBody, answer_id: str, model: str, prompt_ids: Sequence[int], formatter: TokenTexts):
+        self.body, self.prompt_ids, self.formatter = body, prompt_ids, formatter
         self.head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._begun: set[int] = set()
 
@@ -118,7 +118,7 @@ class ChatAnswer:
         return delta_of(events)
 
     def _logprobs(self, rows: Sequence[LogprobRow] | None) -> dict[str, Any] | None:
-        return None if rows is None else chat_logprobs(rows, self.body.top_logprobs or 0, self.speller)
+        return None if rows is None else chat_logprobs(rows, self.body.top_logprobs or 0, self.formatter)
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         message = {

@@ -126,7 +126,7 @@ def tool_choice(given: Any, *, parallel: bool) -> ToolChoice:
         case "none" | "required":
             return ToolChoice(given, parallel=parallel)
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
-            # One function is one call: what is asked for is that call, not as many as the model can think of.
+            # A named function requires exactly one call of it, without parallel calls.
             return ToolChoice("required", (name,), parallel=False)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
             names = tuple(_name_of(tool) for tool in tools)

@@ -8,7 +8,7 @@ from typing import Any
 from glm5.serve.chat.answer import usage_dict
 from glm5.serve.completions.body import CompletionBody
 from glm5.serve.generation.job import LogprobRow, Step, Usage
-from glm5.serve.generation.logprobs import CompletionLogprobs, TokenSpeller, prompt_logprobs
+from glm5.serve.generation.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class CompletionAnswer:
     """Converts the steps of one request to chunks or one completion. Choice i * n + j is answer j to prompt i."""
 
     def __init__(
-        self, body: CompletionBody, answer_id: str, model: str, prompts: Sequence[PromptInput], speller: TokenSpeller
+        self, body: CompletionBody, answer_id: str, model: str, prompts: Sequence[PromptInput], formatter: TokenTexts
     ) -> None:
-        self.body, self.prompts, self.speller = body, prompts, speller
+        self.body, self.prompts, self.formatter = body, prompts, formatter
         self.head = {"id": answer_id, "object": "text_completion", "created": int(time.time()), "model": model}
         self.skips_special = body.skip_special_tokens is not False
         self._choices = [self._new(prompt_input) for prompt_input in prompts for _ in range(body.n)]
@@ -93,7 +93,7 @@ class CompletionAnswer:
     def _new(self, prompt_input: PromptInput) -> _Choice:
         wanted, logprobs = self.body.logprobs, None
         if wanted is not None:
-            logprobs = CompletionLogprobs(wanted, self.speller, skip_special=self.skips_special)
+            logprobs = CompletionLogprobs(wanted, self.formatter, skip_special=self.skips_special)
         return _Choice(prompt_input, logprobs, echoes=self.body.echo)
 
     def _delta(self, number: int, step: Step) -> _ChoiceDelta:
@@ -120,7 +120,7 @@ class CompletionAnswer:
     def _text(self, prompt_input: PromptInput) -> str:
         if prompt_input.text is not None:
             return prompt_input.text
-        return self.speller.tokenizer.decode(prompt_input.ids, skip_special=self.skips_special)
+        return self.formatter.tokenizer.decode(prompt_input.ids, skip_special=self.skips_special)
 
     def _written(self, index: int, delta: _ChoiceDelta) -> dict[str, Any]:
         choice = {

@@ -10,13 +10,13 @@ import hashlib
 _TEXT, _MARK = "glm5.text.", "glm5.mark."
 
 
-def seal(text: str) -> str:
+def encrypt(text: str) -> str:
     """Encode reasoning that the response does not show."""
     return _TEXT + base64.urlsafe_b64encode(text.encode(errors="surrogatepass")).decode()
 
 
-def unseal(encrypted: str) -> str | None:
-    """Decode `seal`; None for a `mark`, and for text from another server."""
+def decrypt(encrypted: str) -> str | None:
+    """Decode `encrypt`; None for a `mark`, and for text from another server."""
     if not encrypted.startswith(_TEXT):
         return None
     try:

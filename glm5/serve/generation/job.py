@@ -190,9 +190,9 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
     tenant = caller().name
     engine_id = service.running.enter(tenant, job.id)
     try:
-        asked = service.engine.generate(job.prompt_ids, job.params, request_id=engine_id, **vars(job.options))
+        generation = service.engine.generate(job.prompt_ids, job.params, request_id=engine_id, **vars(job.options))
         with named(job.names):
-            async with asked as deltas:
+            async with generation as deltas:
                 async for delta in deltas:
                     if delta.finish_reason == "abort" and service.engine.stopped_because is not None:
                         raise _closing()
@@ -210,8 +210,8 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
     finally:
         service.running.leave(tenant, job.id)
         seconds = time.monotonic() - start
-        figures = (job.id, usage.prompt_tokens, usage.completion_tokens, seconds, reason)
-        logger.info("%s: %d prompt tokens, %d answer tokens, %.2f s, %s", *figures)
+        values = (job.id, usage.prompt_tokens, usage.completion_tokens, seconds, reason)
+        logger.info("%s: %d prompt tokens, %d answer tokens, %.2f s, %s", *values)
 
 
 def _closing() -> ApiError:

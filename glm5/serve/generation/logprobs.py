@@ -7,7 +7,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.serve.generation.job import LogprobRow
 
 
-class TokenSpeller:
+class TokenTexts:
     """Texts of tokens, or bytes for a token that is part of a character. `as_ids`: "token_id:n" instead."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False):
@@ -16,26 +16,26 @@ class TokenSpeller:
     def name(self, token_id: int) -> str:
         if self.as_ids:
             return f"token_id:{token_id}"
-        spelled = self.tokenizer.bytes_of(token_id)
+        token_bytes = self.tokenizer.bytes_of(token_id)
         try:
-            return spelled.decode()
+            return token_bytes.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
-    def spelled(self, token_id: int) -> list[int]:
+    def token_bytes(self, token_id: int) -> list[int]:
         return list(self.tokenizer.bytes_of(token_id))
 
 
-def chat_logprobs(rows: Sequence[LogprobRow], num_likeliest: int, speller: TokenSpeller) -> dict[str, Any]:
+def chat_logprobs(rows: Sequence[LogprobRow], num_logprobs: int, formatter: TokenTexts) -> dict[str, Any]:
     """A chat choice's `logprobs`."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": speller.name(token_id), "logprob": logprob, "bytes": speller.spelled(token_id)}
+        return {"token": formatter.name(token_id), "logprob": logprob, "bytes": formatter.token_bytes(token_id)}
 
     content: list[dict[str, Any]] = []
     for row in rows:
         token_id, found = next(iter(row.items()))
-        best = sorted(row.items(), key=lambda item: item[1].rank)[:num_likeliest]
+        best = sorted(row.items(), key=lambda item: item[1].rank)[:num_logprobs]
         likeliest = [entry(other, other_found.logprob) for other, other_found in best]
         content.append({**entry(token_id, found.logprob), "top_logprobs": likeliest})
     return {"content": content, "refusal": None}
@@ -43,29 +43,29 @@ def chat_logprobs(rows: Sequence[LogprobRow], num_likeliest: int, speller: Token
 
 def prompt_logprobs(rows: Sequence[LogprobRow]) -> list[dict[str, dict[str, Any]] | None]:
     """vLLM's `prompt_logprobs`: one entry per token; that of the first token is None."""
-    spelled = [
+    token_bytes = [
         {
             str(token_id): {"logprob": found.logprob, "rank": found.rank, "decoded_token": found.decoded_token}
             for token_id, found in row.items()
         }
         for row in rows
     ]
-    return [None, *spelled]
+    return [None, *token_bytes]
 
 
 class CompletionLogprobs:
     """A text choice's `logprobs`, built incrementally. Offsets count characters from the start of the choice's text."""
 
-    def __init__(self, num_likeliest: int, speller: TokenSpeller, *, skip_special: bool):
-        self.num_likeliest, self.speller = num_likeliest, speller
-        self._stream = speller.tokenizer.stream(skip_special=skip_special)
+    def __init__(self, num_logprobs: int, formatter: TokenTexts, *, skip_special: bool):
+        self.num_logprobs, self.formatter = num_logprobs, formatter
+        self._stream = formatter.tokenizer.stream(skip_special=skip_special)
         self._offset = 0
 
     def of(self, token_ids: Sequence[int], rows: Sequence[LogprobRow | None]) -> dict[str, Any]:
         """The entries of the next tokens. The first token of a prompt has no row."""
         tokens, values, offsets, likeliest = list[str](), list[float | None](), list[int](), list[Any]()
         for token_id, row in zip(token_ids, rows, strict=True):
-            tokens.append(self.speller.name(token_id))
+            tokens.append(self.formatter.name(token_id))
             offsets.append(self._offset)
             self._offset += len(self._stream.feed(token_id))
             values.append(None if row is None else row[token_id].logprob)
@@ -75,5 +75,5 @@ class CompletionLogprobs:
     def _likeliest(self, token_id: int, row: LogprobRow) -> dict[str, float]:
         """The likeliest tokens, and the sampled token if it is not among them."""
         best = sorted(row.items(), key=lambda item: item[1].rank)
-        kept = [item for item in best if item[1].rank <= self.num_likeliest or item[0] == token_id]
-        return {self.speller.name(other): found.logprob for other, found in kept}
+        kept = [item for item in best if item[1].rank <= self.num_logprobs or item[0] == token_id]
+        return {self.formatter.name(other): found.logprob for other, found in kept}

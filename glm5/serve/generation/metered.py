@@ -117,13 +117,13 @@ class MeteredEngine:
         tenant, reason = caller(), "abort"
         if self._log_tokenizer is not None:
             logger.info("prompt of %s: %.*r", request_id, MAX_LOGGED, self._log_tokenizer.decode(prompt_ids))
-        asked = self.engine.generate(
+        generation = self.engine.generate(
             prompt_ids, params, request_id=request_id, cache_salt=tenant.salted(cache_salt), **options
         )
         metrics = RequestMetrics(self.metrics, tenant.name, len(prompt_ids), params.n)
         traced = self._tracing.request(request_id, params, metrics) if self._tracing is not None else nullcontext()
         try:
-            async with asked as deltas:
+            async with generation as deltas:
                 with traced:
                     yield _MeteredDeltas(deltas, metrics, self.bounds.seconds)
         except Exception:

@@ -110,20 +110,20 @@ class SamplingFields(create_model("LogitFields", __base__=Body, **_LOGIT_FIELDS)
     def constraint(self) -> "tuple[StructuredOutputsParams | None, str]":
         """What the answer must look like, and the field that says so: tools, where nothing else does. Raises
         RequestError where two do."""
-        asked: dict[str, StructuredOutputsParams] = {}
+        found: dict[str, StructuredOutputsParams] = {}
         if self.structured_outputs is not None:
-            asked["structured_outputs"] = _structured(self.structured_outputs)
+            found["structured_outputs"] = _structured(self.structured_outputs)
         for name, kind in _OLDER.items():
             if (value := getattr(self, name)) is not None:
                 with named({"structured_outputs": name}, kind):
-                    asked[name] = StructuredOutputsParams(**{kind: value})
+                    found[name] = StructuredOutputsParams(**{kind: value})
         if self.response_format is not None and (wanted := _response_format(self.response_format)) is not None:
-            asked["response_format"] = wanted
-        if len(asked) > 1:
+            found["response_format"] = wanted
+        if len(found) > 1:
             raise RequestError(
-                f"{' and '.join(asked)} both say what the answer must look like; allowed: one", [*asked][1]
+                f"{' and '.join(found)} both say what the answer must look like; allowed: one", [*found][1]
             )
-        return next(((wanted, name) for name, wanted in asked.items()), (None, "tools"))
+        return next(((wanted, name) for name, wanted in found.items()), (None, "tools"))
 
 
 _SAME_NAME = [
@@ -136,15 +136,15 @@ def fit(service: Service, prompt_tokens: int, wanted: int | None, *, prompt: str
 
     ApiError when prompt and answer do not fit the context. `prompt` and `limit` are the fields to name.
     """
-    max_context, asked = service.engine.max_model_len, "" if wanted is None else f" and {limit} is {wanted}"
+    max_context, requested = service.engine.max_model_len, "" if wanted is None else f" and {limit} is {wanted}"
     room = max_context - prompt_tokens
     if room < 1 or (wanted or 0) > room:
-        raise context_exceeded(max_context, f"{prompt_tokens}{asked}", param=prompt if room < 1 else limit)
+        raise context_exceeded(max_context, f"{prompt_tokens}{requested}", param=prompt if room < 1 else limit)
     return wanted if wanted is not None else min(room, service.engine.defaults.sampling.get("max_tokens", room))
 
 
 def context_exceeded(max_context: int, found: str, *, param: str) -> ApiError:
-    """The refusal of a prompt that is too long, alone or with the answer that was asked for."""
+    """The refusal of a prompt that is too long, alone or with the requested answer."""
     return ApiError(
         400,
         f"the context holds {max_context} tokens, prompt and answer together; the prompt has {found}; "

@@ -1,1 +1,1 @@
-"""For whoever runs the server: health, metrics, models, the operator's routes; `supervise.py` is its main thread."""
+"""For operators: health, metrics, models, admin routes; `supervise.py` is the server's main thread."""

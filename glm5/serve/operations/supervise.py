@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
 MAX_STARTS = 5  # consecutive restarts of engines that fail early; after them the server exits
 MAX_PAUSE = 30.0
-SETTLED_SECONDS = 60.0  # an engine that has run this long resets the count of failed starts
+STABLE_SECONDS = 60.0  # an engine that has run this long resets the count of failed starts
 _FAILED = "; the last start has failed: "
 
 RUNNING, DRAIN, STOP, KILL = range(4)
@@ -171,7 +171,7 @@ class _EngineSupervisor:
         if not setup.supervise:
             self.signals.wait(setup.dead_engine_timeout)
             raise EngineDead(reason)
-        if time.monotonic() - self._since > SETTLED_SECONDS:
+        if time.monotonic() - self._since > STABLE_SECONDS:
             self._num_failed = 0
         while self._num_failed < MAX_STARTS:
             self._num_failed += 1
@@ -192,7 +192,7 @@ class _EngineSupervisor:
 
 
 def _end(setup: ServerSetup, server: Server, engine: Killable | None, signals: _Signals) -> None:
-    """Shut down: drain if SIGTERM asked for it, close the engine, then stop the server."""
+    """Shut down: drain if SIGTERM requested it, close the engine, then stop the server."""
     state, left = setup.state, CLOSE_SECONDS
     state.is_draining = True
     if engine is not None:

@@ -17,9 +17,9 @@ from typing import Any
 
 from glm5.chat.parser import CALL, CALL_END, THINK_END
 from glm5.engine.sampling.params import SamplingParams
-from glm5.serve.generation.encrypted_reasoning import seal
+from glm5.serve.generation.encrypted_reasoning import encrypt
 from glm5.serve.generation.job import LogprobRow, Reader, Step, Usage
-from glm5.serve.generation.logprobs import TokenSpeller, chat_logprobs
+from glm5.serve.generation.logprobs import TokenTexts, chat_logprobs
 from glm5.serve.generation.segments import Kind, Segment, SegmentDelta, SegmentEnd, Segments, SegmentStart
 from glm5.serve.http.errors import ApiError
 from glm5.serve.responses.body import ResponsesBody
@@ -75,7 +75,7 @@ class ResponseAnswer:
         self.response = _response(response_id, model, body, params)
         self._items: list[dict[str, Any]] = self.response["output"]
         self._segments, self._rows = Segments(), TextRows(reader)
-        self._speller = TokenSpeller(reader.tokenizer)
+        self._formatter = TokenTexts(reader.tokenizer)
         self._new_rows: list[LogprobRow] = []
         self._text_logprobs: list[dict[str, Any]] = []
         self._number = 0
@@ -148,8 +148,8 @@ class ResponseAnswer:
                 self._take_logprobs()
                 part["logprobs"], self._text_logprobs = self._text_logprobs, []
                 more["logprobs"] = part["logprobs"]
-            elif self.body.seals_reasoning:
-                item["encrypted_content"] = seal(ended.text)
+            elif self.body.encrypts_reasoning:
+                item["encrypted_content"] = encrypt(ended.text)
             yield self._at(ended, f"response.{name}.done", content_index=0, text=ended.text, **more)
             yield self._at(ended, "response.content_part.done", content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=ended.index, item=item)
@@ -157,7 +157,7 @@ class ResponseAnswer:
     def _take_logprobs(self) -> list[dict[str, Any]]:
         """The log-probabilities of new tokens. These may cover more or less than the text that they are sent with."""
         rows, self._new_rows = self._new_rows, []
-        found = chat_logprobs(rows, self.body.top_logprobs or 0, self._speller)["content"]
+        found = chat_logprobs(rows, self.body.top_logprobs or 0, self._formatter)["content"]
         self._text_logprobs += found
         return found
 

@@ -16,7 +16,7 @@ from glm5.serve.generation.sampling_fields import MEANINGLESS, REFUSED, Sampling
 from glm5.serve.http.body import StrictModel
 from glm5.serve.http.errors import named
 
-LOGPROBS, SEALED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 MAX_REPEATED = 1 << 14  # characters of a field that comes back in the response and in events
 # What may be included of tools that this server does not run: there never is any.
 _OF_OTHER_TOOLS = (
@@ -30,8 +30,8 @@ _OF_OTHER_TOOLS = (
 
 
 class Reasoning(StrictModel):
-    """`effort`: none switches it off. `context`: whether what was thought in earlier turns is kept. Reasoning is told
-    as it is; there is no `summary` of it."""
+    """`effort`: none switches it off. `context`: whether reasoning of earlier turns is kept. Reasoning is returned
+    in full; there is no `summary` of it."""
 
     effort: str | None = None
     summary: Literal["auto"] | None = None
@@ -96,8 +96,8 @@ class ResponsesBody(SamplingFields):
     chat_template_kwargs: dict[str, Any] = {}
 
     def check(self) -> None:
-        """RequestError for what is asked to be included and cannot be, and for what every answer would repeat."""
-        known = (LOGPROBS, SEALED_REASONING, *_OF_OTHER_TOOLS)
+        """RequestError for values of `include` without support, and for fields that every answer would repeat."""
+        known = (LOGPROBS, ENCRYPTED_REASONING, *_OF_OTHER_TOOLS)
         if unknown := [one for one in self.include if one not in known]:
             raise RequestError(f"include holds {unknown[0]!r:.60}; allowed: {', '.join(known)}", "include")
         for name in ("metadata", "user", "tool_choice"):
@@ -112,8 +112,8 @@ class ResponsesBody(SamplingFields):
         return self.top_logprobs or 0 if self.top_logprobs or LOGPROBS in self.include else None
 
     @property
-    def seals_reasoning(self) -> bool:
-        return SEALED_REASONING in self.include
+    def encrypts_reasoning(self) -> bool:
+        return ENCRYPTED_REASONING in self.include
 
     def wanted(self) -> tuple[StructuredOutputsParams | None, str]:
         """What the answer must look like, and the field that says so. Raises RequestError where two do."""

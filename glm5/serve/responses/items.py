@@ -15,7 +15,7 @@ from typing import Any
 
 from glm5.chat.message import Message
 from glm5.common.errors import RequestError
-from glm5.serve.generation.encrypted_reasoning import unseal
+from glm5.serve.generation.encrypted_reasoning import decrypt
 from glm5.serve.service.response_store import Item
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -134,7 +134,7 @@ def _reasoning(item: Item, where: str) -> str:
     if content := _parts(item.get("content"), "reasoning_text", f"{where}.content"):
         return content
     encrypted = item.get("encrypted_content")
-    if isinstance(encrypted, str) and (text := unseal(encrypted)):
+    if isinstance(encrypted, str) and (text := decrypt(encrypted)):
         return text
     return _parts(item.get("summary"), "summary_text", f"{where}.summary")
 

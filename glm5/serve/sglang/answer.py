@@ -21,7 +21,7 @@ from glm5.engine.frontend.outputs import Logprob
 from glm5.engine.transport.wire import RoutedExperts
 from glm5.serve.generation.job import LogprobRow, Step
 from glm5.serve.service.service import Service
-from glm5.serve.sglang.body import Wanted
+from glm5.serve.sglang.body import LogprobRange
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PromptSpec:
 
     id: str
     prompt_ids: Sequence[int]
-    wanted: Wanted
+    logprobs: LogprobRange
     tokenizer: Tokenizer | None = None
     omits_output: bool = False
     experts_from: int | None = None
@@ -103,11 +103,11 @@ class PartialAnswer:
             if spec.experts_from is not None:
                 meta |= {"routed_experts": self._routed_experts(), "routed_experts_start_len": spec.experts_from}
         written = {name: json.dumps(value) for name, value in meta.items()}
-        if spec.wanted.logprobs:
+        if spec.logprobs.enabled:
             written |= {"input_token_logprobs": "[]", **self._prompt.logprobs}
             written["output_token_logprobs"] = f"[{self._logprobs}]"
             written["output_token_logprobs_length"] = json.dumps(self._num_tokens)
-            if spec.wanted.num_likeliest:
+            if spec.logprobs.num_logprobs:
                 written.setdefault("input_top_logprobs", "[]")
                 written["output_top_logprobs"] = f"[{self._likeliest}]"
         return written
@@ -120,7 +120,7 @@ class PartialAnswer:
         likeliest: list[str] = []
         for token_id, row in zip(step.token_ids, step.logprobs, strict=True):
             drawn.append(_triple(row[token_id].tempered, token_id, spec.tokenizer))
-            if spec.wanted.num_likeliest:
+            if spec.logprobs.num_logprobs:
                 likeliest.append(_likeliest(row, spec))
         self._logprobs = _longer(self._logprobs, drawn)
         self._likeliest = _longer(self._likeliest, likeliest)
@@ -180,7 +180,7 @@ class Answers:
         """Add a step of an answer to prompt `number`. Returns the index of the answer."""
         prompt = self._prompts[number]
         prompt.cached_tokens = cached_tokens
-        if step.prompt_logprobs is not None and prompt.spec.wanted.start >= 0:
+        if step.prompt_logprobs is not None and prompt.spec.logprobs.start >= 0:
             prompt.logprobs = _of_prompt(prompt.spec, step.prompt_logprobs)
         run, num_prompt = step.routed_experts, len(prompt.spec.prompt_ids)
         if run is not None and run.start < num_prompt - 1 and self.num_answers > 1:
@@ -201,20 +201,20 @@ class Answers:
 
 def _of_prompt(spec: PromptSpec, rows: Sequence[LogprobRow]) -> dict[str, str]:
     """The prompt's log-probabilities from the requested start; the first is null, as in SGLang."""
-    start, wanted = spec.wanted.start, spec.wanted
+    start, logprobs = spec.logprobs.start, spec.logprobs
     ids = spec.prompt_ids[start:]
     triples = [_triple(None, token_id, spec.tokenizer) for token_id in ids[:1]]
     likeliest = ["null" for _ in ids[:1]]
     for token_id, row in zip(ids[1:], rows[start:], strict=True):
         triples.append(_triple(row[token_id].tempered, token_id, spec.tokenizer))
-        if wanted.num_likeliest:
+        if logprobs.num_logprobs:
             likeliest.append(_likeliest(row, spec))
     fields = {"input_token_logprobs": f"[{', '.join(triples)}]"}
-    return fields | ({"input_top_logprobs": f"[{', '.join(likeliest)}]"} if wanted.num_likeliest else {})
+    return fields | ({"input_top_logprobs": f"[{', '.join(likeliest)}]"} if logprobs.num_logprobs else {})
 
 
 def _likeliest(row: Mapping[int, Logprob], spec: PromptSpec) -> str:
-    best = sorted(row, key=lambda token_id: row[token_id].rank)[: spec.wanted.num_likeliest]
+    best = sorted(row, key=lambda token_id: row[token_id].rank)[: spec.logprobs.num_logprobs]
     return f"[{', '.join(_triple(row[token_id].tempered, token_id, spec.tokenizer) for token_id in best)}]"
 
 

@@ -90,19 +90,19 @@ _SAMPLING: JsonDict = SamplingOptions.model_json_schema()
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LogprobRange:
     """The log-probabilities that answer one prompt. `start`: the first token of the prompt that has one, -1: none."""
 
-    logprobs: bool
+    enabled: bool
     start: int
-    num_likeliest: int
+    num_logprobs: int
 
     def of_prompt(self, num_tokens: int) -> bool:
         """Whether log-probabilities of the prompt are answered. Raises RequestError."""
         if self.start > num_tokens:
             message = f"logprob_start_len is {self.start}; allowed: -1 to {num_tokens}, the prompt's length"
             raise RequestError(message, "logprob_start_len")
-        return self.logprobs and self.start >= 0
+        return self.enabled and self.start >= 0
 
 
 class GenerateBody(Body):
@@ -175,7 +175,7 @@ class GenerateBody(Body):
     extra_key: Annotated[Any, Field(json_schema_extra=_TEXT)] = ""
 
     def prompts(self) -> tuple[list[TextOrIds], bool]:
-        """Each prompt by itself, and whether they were asked for as a batch. Raises RequestError."""
+        """Each prompt by itself, and whether the request has a batch of them. Raises RequestError."""
         if (self.text is None) == (self.input_ids is None):
             raise RequestError("text and input_ids: exactly one of them is needed", "text")
         name, given = ("text", self.text) if self.input_ids is None else ("input_ids", self.input_ids)
@@ -205,15 +205,15 @@ class GenerateBody(Body):
             raise RequestError("sampling_params differ in n; allowed: one n for all prompts", "sampling_params.n")
         return found
 
-    def wanted(self, count: int) -> list[Wanted]:
-        """The log-probabilities asked for, of each prompt. Raises RequestError."""
+    def logprobs(self, count: int) -> list[LogprobRange]:
+        """The log-probabilities requested for each prompt. Raises RequestError."""
         flags = self._each("return_logprob", bool, count, "true or false")
         starts = self._each("logprob_start_len", int, count, "-1 (none of the prompt), or the first token of it")
         numbers = self._each("top_logprobs_num", int, count, "a number of tokens")
         if any(start < -1 for start in starts):
             got = min(starts)
             raise RequestError(f"logprob_start_len is {got}; allowed: at least -1", "logprob_start_len")
-        return [Wanted(*one) for one in zip(flags, starts, numbers, strict=True)]
+        return [LogprobRange(*one) for one in zip(flags, starts, numbers, strict=True)]
 
     def salts(self, count: int) -> list[str]:
         """Cache salts, of each prompt. Raises RequestError."""

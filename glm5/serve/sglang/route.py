@@ -22,7 +22,7 @@ from glm5.serve.http.errors import named
 from glm5.serve.http.sse import DONE, EventStream
 from glm5.serve.service.service import Service, get_service
 from glm5.serve.sglang.answer import Answers, PromptSpec
-from glm5.serve.sglang.body import DEFAULT_LENGTH, AbortBody, GenerateBody, SamplingOptions, TextOrIds, Wanted
+from glm5.serve.sglang.body import DEFAULT_LENGTH, AbortBody, GenerateBody, LogprobRange, SamplingOptions, TextOrIds
 
 router = APIRouter()
 
@@ -59,22 +59,22 @@ async def abort_request(
 def _prepare(body: GenerateBody, service: Service) -> tuple[list[Job], Answers, bool]:
     prompts, is_batch = body.prompts()
     count = len(prompts)
-    options, wanted, salts = body.options(count), body.wanted(count), body.salts(count)
+    options, logprobs, salts = body.options(count), body.logprobs(count), body.salts(count)
     names = body.ids(count, is_batch=is_batch) or [uuid.uuid4().hex for _ in prompts]
     for one in options:
         log_unknown(one, service, "sampling_params.")
     jobs: list[Job] = []
     specs: list[PromptSpec] = []
-    for prompt, sampling, wants, salt, name in zip(prompts, options, wanted, salts, names, strict=True):
+    for prompt, sampling, some, salt, name in zip(prompts, options, logprobs, salts, names, strict=True):
         ids = _ids_of(prompt, service)
         known_as = sampling.names() | {"prompt": "text" if isinstance(prompt, str) else "input_ids"}
         known_as["thinking_token_budget"] = "max_thinking_tokens"
         with named(known_as):
-            params = _params(body, sampling, wants, ids, service)
+            params = _params(body, sampling, some, ids, service)
         # In SGLang a higher number means a higher priority.
         more = Options(priority=-body.priority, cache_salt=salt, routed_experts=body.return_routed_experts)
         jobs.append(Job(name, ids, params, more, names=known_as | {"routed_experts": "return_routed_experts"}))
-        spec = PromptSpec(name, ids, wants, omits_output=sampling.max_new_tokens == 0)
+        spec = PromptSpec(name, ids, some, omits_output=sampling.max_new_tokens == 0)
         specs.append(
             replace(
                 spec,
@@ -88,21 +88,21 @@ def _prepare(body: GenerateBody, service: Service) -> tuple[list[Job], Answers, 
 
 
 def _params(
-    body: GenerateBody, sampling: SamplingOptions, wanted: Wanted, ids: Sequence[int], service: Service
+    body: GenerateBody, sampling: SamplingOptions, logprobs: LogprobRange, ids: Sequence[int], service: Service
 ) -> SamplingParams:
-    asked, where = sampling.max_new_tokens, "sampling_params.max_new_tokens"
-    if asked is not None and asked < 0:
-        raise RequestError(f"{where} is {asked}; allowed: at least 0", where)
+    wanted, where = sampling.max_new_tokens, "sampling_params.max_new_tokens"
+    if wanted is not None and wanted < 0:
+        raise RequestError(f"{where} is {wanted}; allowed: at least 0", where)
     prompt = "text" if body.input_ids is None else "input_ids"
     is_given = "max_new_tokens" in sampling.model_fields_set
     # With max_new_tokens 0 the engine generates one token, which is not returned.
-    wish = max(1, asked) if is_given and asked is not None else None
-    most = fit(service, len(ids), wish, prompt=prompt, limit=where)
-    likeliest = wanted.num_likeliest if wanted.logprobs else None
+    max_tokens = max(1, wanted) if is_given and wanted is not None else None
+    most = fit(service, len(ids), max_tokens, prompt=prompt, limit=where)
+    num_logprobs = logprobs.num_logprobs if logprobs.enabled else None
     return sampling.params(
         max_tokens=most if is_given else min(most, DEFAULT_LENGTH),
-        logprobs=likeliest,
-        prompt_logprobs=likeliest if wanted.of_prompt(len(ids)) else None,
+        logprobs=num_logprobs,
+        prompt_logprobs=num_logprobs if logprobs.of_prompt(len(ids)) else None,
         thinking_token_budget=body.max_thinking_tokens,
     )
 

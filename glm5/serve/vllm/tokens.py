@@ -10,7 +10,7 @@ from pydantic import Field
 from glm5.common.errors import RequestError
 from glm5.serve.chat.body import ChatBody
 from glm5.serve.chat.route import conversation_of
-from glm5.serve.generation.logprobs import TokenSpeller
+from glm5.serve.generation.logprobs import TokenTexts
 from glm5.serve.generation.prompting import build_prompt
 from glm5.serve.http.body import Body, body_of, described
 from glm5.serve.service.service import Service, get_service
@@ -54,7 +54,7 @@ async def detokenize(
 def _spelled(body: TokenizeBody, service: Service) -> tuple[list[int], list[str] | None]:
     """Token ids, and their texts if requested."""
     ids = _ids(body, service)
-    return ids, list(map(TokenSpeller(service.tokenizer).name, ids)) if body.return_token_strs else None
+    return ids, list(map(TokenTexts(service.tokenizer).name, ids)) if body.return_token_strs else None
 
 
 def _ids(body: TokenizeBody, service: Service) -> list[int]:

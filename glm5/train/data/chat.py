@@ -50,7 +50,7 @@ def examples_of(row: Any, template: ChatTemplate, where: str) -> list[Example]:
         raise DataError(f"{where}: a row is an object, got {type(row).__name__}")
     if ("messages" in row) == ("token_ids" in row):
         raise DataError(f"{where}: a row has either messages or token_ids, got {', '.join(map(str, row)) or 'nothing'}")
-    _no_slips(row, _ROW, where)
+    _refuse_misspelt_keys(row, _ROW, where)
     if "token_ids" in row:
         return _from_ids(row, where)
     try:
@@ -59,7 +59,7 @@ def examples_of(row: Any, template: ChatTemplate, where: str) -> list[Example]:
         raise DataError(f"{where}: {error}") from None
 
 
-def _no_slips(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+def _refuse_misspelt_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     """DataError for a key that looks like a misspelt known one. Other unknown keys are ignored."""
     for key in given.keys() - set(known):
         if near := get_close_matches(str(key).lower(), known, n=1, cutoff=0.8):
@@ -81,14 +81,14 @@ def _from_messages(row: Mapping[str, Any], template: ChatTemplate, where: str) -
         raise DataError(f"{where}: thinking: got {thinking!r:.60}; allowed: {', '.join(THINKING)}")
     if not isinstance(row["messages"], list) or not row["messages"]:
         raise DataError(f"{where}: messages must be a list of at least one message")
-    messages, learnt = _without_flags(row["messages"], where)
+    messages, has_loss = _without_flags(row["messages"], where)
     normalize_messages(messages)  # checks roles even if no message counts in the loss and nothing is rendered
     if not template.allow_control_tokens:
         _no_reasoning_in_contents(messages, where)
     guard = template.guard()
     rendered: list[_Text] = []
     for i in reversed(range(len(messages))):
-        if learnt[i]:
+        if has_loss[i]:
             _add(rendered, *_said(messages[: i + 1], row, thinking, template, guard, where))
     return [_encoded(text, guard) for text in reversed(rendered)]
 
@@ -108,20 +108,20 @@ def _no_reasoning_in_contents(messages: Sequence[Mapping[str, Any]], where: str)
 def _without_flags(given: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[bool]]:
     """The messages without `loss` keys, and which ones count in the loss: by default all of the assistant's."""
     messages: list[dict[str, Any]] = []
-    learnt: list[bool] = []
+    has_loss: list[bool] = []
     for i, message in enumerate(given):
         if not isinstance(message, Mapping):
             raise DataError(f"{where}: messages[{i}] must be an object, got {type(message).__name__}")
-        _no_slips(message, _MESSAGE, f"{where}: messages[{i}]")
-        spoken = message.get("role") == "assistant"
-        loss = message.get("loss", spoken)
-        if loss not in (False, True) or (loss and not spoken):
+        _refuse_misspelt_keys(message, _MESSAGE, f"{where}: messages[{i}]")
+        is_assistant = message.get("role") == "assistant"
+        loss = message.get("loss", is_assistant)
+        if loss not in (False, True) or (loss and not is_assistant):
             raise DataError(
                 f"{where}: messages[{i}].loss: got {loss!r:.40}; allowed: true or false, of assistants only"
             )
         messages.append({key: value for key, value in message.items() if key != "loss"})
-        learnt.append(bool(loss))
-    return messages, learnt
+        has_loss.append(bool(loss))
+    return messages, has_loss
 
 
 def _said(
@@ -142,8 +142,8 @@ def _said(
         modes = [False]
     else:
         begin = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1)
-        thinks = any(message.get("reasoning_content") for message in messages[begin + 1 :])
-        modes = [thinks, not thinks]
+        has_reasoning = any(message.get("reasoning_content") for message in messages[begin + 1 :])
+        modes = [has_reasoning, not has_reasoning]
     tools = row.get("tools")
     for mode in modes:
         if mode is False and template.always_thinks:

@@ -126,8 +126,8 @@ def _recall(rng: Random, split: Split, size: Size) -> Conversation:
             words[place] = value
         if _allowed(" ".join(words), split):
             break
-    asked = rng.sample(list(hidden.items()), min(size.turns, len(hidden)))
-    turns = [Turn(f"Which {topic}?", f"The {topic} is {value}.") for topic, value in asked]
+    chosen = rng.sample(list(hidden.items()), min(size.turns, len(hidden)))
+    turns = [Turn(f"Which {topic}?", f"The {topic} is {value}.") for topic, value in chosen]
     turns[0] = Turn(f"Read: {' '.join(words)}. {turns[0].user}", turns[0].answer)
     return Conversation("recall", tuple(turns), thinking=rng.random() < 0.5)
 

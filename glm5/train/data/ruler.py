@@ -111,45 +111,45 @@ def _needles(
     value: str = "numbers",
     num_keys: int = 1,
     num_values: int = 1,
-    num_asked: int = 1,
+    num_queried: int = 1,
 ) -> Sample:
-    """`num_keys` keys with `num_values` values each; the first `num_asked` keys are asked for."""
+    """`num_keys` keys with `num_values` values each; the first `num_queried` keys are queried."""
     draw = {"words": prose.words, "numbers": prose.numbers, "uuids": prose.uuids}
     total = num_keys + (size if filler == "needles" else 0)
     keys, values = draw[key](rng, total), draw[value](rng, total * num_values)
     facts = [
         f"One of the special magic {value} for {keys[i // num_values]} is: {each}." for i, each in enumerate(values)
     ]
-    asked_facts = facts[: num_asked * num_values]
+    queried_facts = facts[: num_queried * num_values]
     if filler == "needles":
         lines = facts
         rng.shuffle(lines)
     else:
         plain = [prose.NOISE if filler == "noise" else prose.sentence(rng) for _ in range(size)]
         lines = _hidden(rng, plain, facts)
-    found = sorted(asked_facts, key=lines.index)  # in the order of the text
+    found = sorted(queried_facts, key=lines.index)  # in the order of the text
     answers = tuple(fact.rpartition(": ")[2][:-1] for fact in found)
-    if num_asked > 1:  # in the order of the question
-        answers = tuple(values[: num_asked * num_values])
+    if num_queried > 1:  # in the order of the question
+        answers = tuple(values[: num_queried * num_values])
     prompt = (
         f"Some special magic {value} are hidden within the following text. Memorize them; you will be asked later.\n"
-        f"{(' ' if filler == 'prose' else chr(10)).join(lines)}\n{_asked(keys[:num_asked], value, len(answers))}"
+        f"{(' ' if filler == 'prose' else chr(10)).join(lines)}\n{_question(keys[:num_queried], value, len(answers))}"
     )
-    others = list(zip(keys, values, strict=True))[num_asked : num_asked + more] if num_values == 1 else []
-    further = tuple((f"\n{_asked([key], value, 1)}", f" {each}.") for key, each in others)
+    others = list(zip(keys, values, strict=True))[num_queried : num_queried + more] if num_values == 1 else []
+    further = tuple((f"\n{_question([key], value, 1)}", f" {each}.") for key, each in others)
     return Sample(task, prompt, f" {', '.join(answers)}.", answers, further)
 
 
-def _asked(keys: Sequence[str], value: str, number: int) -> str:
+def _question(keys: Sequence[str], value: str, number: int) -> str:
     """The question for the values of keys, `number` in all, and the beginning of its answer."""
     listed, kind = _listed(keys), value[:-1]
     if number == 1:
-        what, verb, asked_for = f"is the special magic {kind}", "is", f"The special magic {kind}"
+        what, verb, prefix = f"is the special magic {kind}", "is", f"The special magic {kind}"
     else:
-        what, verb, asked_for = f"are all the special magic {value}", "are", f"The special magic {value}"
+        what, verb, prefix = f"are all the special magic {value}", "are", f"The special magic {value}"
     return (
         f"What {what} for {listed} mentioned in the provided text? "
-        f"{asked_for} for {listed} mentioned in the provided text {verb}"
+        f"{prefix} for {listed} mentioned in the provided text {verb}"
     )
 
 
@@ -189,7 +189,7 @@ def _frequent_words(rng: Random, size: int, _more: int) -> Sample:
     coded = prose.letters(rng, max(6, total // 50), 6, _LETTERS)
     share = [rank**-2.0 for rank in range(1, len(coded) + 2)]
     counts = [max(1, round(total * each / sum(share))) for each in share]
-    for rank in range(NUM_FREQUENT, -1, -1):  # no ties among those that are asked for
+    for rank in range(NUM_FREQUENT, -1, -1):  # no ties among the queried words
         counts[rank] = max(counts[rank], counts[rank + 1] + 1)
     drawn = ["..."] * counts[0]
     for word, times in zip(coded, counts[1:], strict=True):
@@ -211,12 +211,12 @@ def _questions(rng: Random, size: int, more: int, *, task: str, hops: int) -> Sa
     facts += [f"{firm} is in {town}." for firm, town in zip(firms, towns, strict=True)]
     rng.shuffle(facts)
     if hops == 1:
-        asked = [f"Where does {person} work? {person} works at" for person in people[: more + 1]]
+        questions = [f"Where does {person} work? {person} works at" for person in people[: more + 1]]
     else:
-        asked = [f"In which town does {person} work? {person} works in" for person in people[: more + 1]]
+        questions = [f"In which town does {person} work? {person} works in" for person in people[: more + 1]]
     answers = firms if hops == 1 else towns
-    prompt = f"Answer the question from the given facts.\n{' '.join(facts)}\n{asked[0]}"
-    further = tuple((f"\n{question}", f" {each}.") for question, each in zip(asked[1:], answers[1:], strict=False))
+    prompt = f"Answer the question from the given facts.\n{' '.join(facts)}\n{questions[0]}"
+    further = tuple((f"\n{question}", f" {each}.") for question, each in zip(questions[1:], answers[1:], strict=False))
     return Sample(task, prompt, f" {answers[0]}.", (answers[0],), further)
 
 
@@ -239,7 +239,7 @@ TASKS: dict[str, Maker] = {
     "niah_multikey_2": partial(_needles, task="niah_multikey_2", filler="needles"),
     "niah_multikey_3": partial(_needles, task="niah_multikey_3", filler="needles", key="uuids", value="uuids"),
     "niah_multivalue": partial(_needles, task="niah_multivalue", filler="prose", num_values=4),
-    "niah_multiquery": partial(_needles, task="niah_multiquery", filler="prose", num_keys=4, num_asked=4),
+    "niah_multiquery": partial(_needles, task="niah_multiquery", filler="prose", num_keys=4, num_queried=4),
     "vt": _variables,
     "cwe": _common_words,
     "fwe": _frequent_words,

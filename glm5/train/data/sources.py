@@ -213,8 +213,8 @@ class DialogueRows:
             kind = self._kinds[len(lengths) % len(self._kinds)]
             turns = self._turns.get(kind) or rng.choice(TURNS)
             size = Size(turns, round(FEW_WORDS * (self._max_words / FEW_WORDS) ** rng.random()))
-            asked = "held-out" if split == "held out" else "train"
-            one = example(self._template, conversation(kind, asked, rng.getrandbits(32), len(lengths), size))
+            split_name = "held-out" if split == "held out" else "train"
+            one = example(self._template, conversation(kind, split_name, rng.getrandbits(32), len(lengths), size))
             if lengths and len(ids) + len(one.ids) > self._seq_len:
                 return Row(np.asarray(ids, np.int64), np.asarray(marks, np.float32), lengths)
             ids += one.ids[: self._seq_len]

@@ -59,7 +59,7 @@ class _Batch:
     documents: list[Any]
     places: list[str]
     num_bytes: int
-    talks: bool = False
+    is_chat: bool = False
 
 
 def tokenize(
@@ -73,10 +73,10 @@ def tokenize(
     tokenizer = Tokenizer.from_dir(options.tokenizer)
     total = sum(path.stat().st_size for path in paths)
     about = {"files": [path.name for path in paths], "bytes": total, "options": {**vars(options), "tokenizer": None}}
-    talks = {path: _is_conversations(path, options.text_key) for path in paths}
-    batches = (replace(batch, talks=talks[path]) for path in paths for batch in _batches(path, options.text_key))
+    is_chat = {path: _is_conversations(path, options.text_key) for path in paths}
+    batches = (replace(batch, is_chat=is_chat[path]) for path in paths for batch in _batches(path, options.text_key))
     with (
-        writing(out, tokenizer.vocab_size, marked=any(talks.values()), about=about) as writer,
+        writing(out, tokenizer.vocab_size, marked=any(is_chat.values()), about=about) as writer,
         Progress(total, "B", f"tokenizing {len(paths)} files") as progress,
     ):
         silent: list[str] = []
@@ -236,7 +236,7 @@ def _encode(batch: _Batch, *, tokenizer: Tokenizer, template: ChatTemplate, end:
             found: list[Example] = examples_of(row, template, place)
             if wrong := [token_id for one in found for token_id in one.ids if not 0 <= token_id < tokenizer.vocab_size]:
                 raise DataError(f"{place}: token id {wrong[0]}: the tokenizer has 0 to {tokenizer.vocab_size - 1}")
-            _check_kind(place, "a conversation", is_at_home=batch.talks)
+            _check_kind(place, "a conversation", is_expected=batch.is_chat)
             documents.append([(example.ids, example.marks) for example in found])
             continue
         if isinstance(row, dict) and text_key not in row:
@@ -245,7 +245,7 @@ def _encode(batch: _Batch, *, tokenizer: Tokenizer, template: ChatTemplate, end:
         text = row[text_key] if isinstance(row, dict) else row
         if not isinstance(text, str):
             raise DataError(f"{place}: {text_key}: got {json.dumps(text):.40}; allowed: a text, in quotes")
-        _check_kind(place, "a text", is_at_home=not batch.talks)
+        _check_kind(place, "a text", is_expected=not batch.is_chat)
         try:
             documents.append([(tokenizer.encode(text, allow_special=False) + end, None)])
         except RequestError as error:
@@ -253,8 +253,8 @@ def _encode(batch: _Batch, *, tokenizer: Tokenizer, template: ChatTemplate, end:
     return documents
 
 
-def _check_kind(place: str, kind: str, *, is_at_home: bool) -> None:
-    if not is_at_home:
+def _check_kind(place: str, kind: str, *, is_expected: bool) -> None:
+    if not is_expected:
         raise DataError(
             f"{place}: {kind}, unlike the first row of the file; texts, of which every token is learnt, and "
             "conversations, of which the answers are, need a file each: both can be given to the same command"

@@ -31,7 +31,7 @@ class Rule(NamedTuple):
     decays: bool = True
 
 
-WHOLE = Rule("muon")
+MUON = Rule("muon")
 QUERY_HEADS = Rule("muon", ("qk_head_dim",), when_split=True)
 QUERY_HEADS_APART = Rule("muon", ("qk_nope_head_dim", "qk_rope_head_dim"), when_split=True)
 KEY_AND_VALUE_HEADS = Rule("muon", ("qk_nope_head_dim", "v_head_dim"), when_split=True)
@@ -47,30 +47,30 @@ TABLE: dict[str, Rule] = {
     "lm_head.weight": TOKENS,
     "model.layers.*.input_layernorm.weight": VECTOR,
     "model.layers.*.post_attention_layernorm.weight": VECTOR,
-    "model.layers.*.self_attn.q_a_proj.weight": WHOLE,
+    "model.layers.*.self_attn.q_a_proj.weight": MUON,
     "model.layers.*.self_attn.q_a_layernorm.weight": VECTOR,
     "model.layers.*.self_attn.q_b_proj.weight": QUERY_HEADS,
-    "model.layers.*.self_attn.kv_a_proj_with_mqa.weight": WHOLE,
+    "model.layers.*.self_attn.kv_a_proj_with_mqa.weight": MUON,
     "model.layers.*.self_attn.kv_a_layernorm.weight": VECTOR,
     "model.layers.*.self_attn.kv_b_proj.weight": KEY_AND_VALUE_HEADS,
-    "model.layers.*.self_attn.o_proj.weight": WHOLE,
+    "model.layers.*.self_attn.o_proj.weight": MUON,
     "model.layers.*.self_attn.indexer.wq_b.weight": INDEX_HEADS,
-    "model.layers.*.self_attn.indexer.wk.weight": WHOLE,
+    "model.layers.*.self_attn.indexer.wk.weight": MUON,
     "model.layers.*.self_attn.indexer.k_norm.weight": VECTOR,
     "model.layers.*.self_attn.indexer.k_norm.bias": VECTOR,
-    "model.layers.*.self_attn.indexer.weights_proj.weight": WHOLE,
-    "model.layers.*.mlp.gate_proj.weight": WHOLE,
-    "model.layers.*.mlp.up_proj.weight": WHOLE,
-    "model.layers.*.mlp.down_proj.weight": WHOLE,
-    "model.layers.*.mlp.gate.weight": WHOLE,
+    "model.layers.*.self_attn.indexer.weights_proj.weight": MUON,
+    "model.layers.*.mlp.gate_proj.weight": MUON,
+    "model.layers.*.mlp.up_proj.weight": MUON,
+    "model.layers.*.mlp.down_proj.weight": MUON,
+    "model.layers.*.mlp.gate.weight": MUON,
     "model.layers.*.mlp.experts.gate_up_proj": GATE_AND_UP,
-    "model.layers.*.mlp.experts.down_proj": WHOLE,
-    "model.layers.*.mlp.shared_experts.gate_proj.weight": WHOLE,
-    "model.layers.*.mlp.shared_experts.up_proj.weight": WHOLE,
-    "model.layers.*.mlp.shared_experts.down_proj.weight": WHOLE,
+    "model.layers.*.mlp.experts.down_proj": MUON,
+    "model.layers.*.mlp.shared_experts.gate_proj.weight": MUON,
+    "model.layers.*.mlp.shared_experts.up_proj.weight": MUON,
+    "model.layers.*.mlp.shared_experts.down_proj.weight": MUON,
     "model.layers.*.enorm.weight": VECTOR,
     "model.layers.*.hnorm.weight": VECTOR,
-    "model.layers.*.eh_proj.weight": WHOLE,
+    "model.layers.*.eh_proj.weight": MUON,
     "model.layers.*.shared_head.norm.weight": VECTOR,
 }
 _ADAPTER = re.compile(r"\.lora_[AB]$")
@@ -85,9 +85,9 @@ def rule_of(name: str, cfg: OptimizerConfig) -> Rule:
     if rule is QUERY_HEADS and cfg.split_rope:
         rule = QUERY_HEADS_APART
     if rule.when_split and not cfg.split:
-        rule = WHOLE
+        rule = MUON
     if name == "lm_head.weight" and cfg.muon_lm_head:
-        rule = WHOLE
+        rule = MUON
     return rule._replace(optimizer="adamw", rows=()) if cfg.kind == "adamw" else rule
 
 

@@ -32,13 +32,13 @@ def gather_tensors(
     the others must iterate, too."""
     own_tensors = _own_tensors(part)
     for name in parameters_in_order(part) if names is None else names:
-        holders = _holders(part, team, name)
+        owners = _owners(part, team, name)
         if name not in part.layout.shapes:
-            holders = {min(holders): None}
-        if team.rank in holders and not team.is_first:
+            owners = {min(owners): None}
+        if team.rank in owners and not team.is_first:
             dist.send(own_tensors[name].detach().contiguous(), dst=0)
         if team.is_first:
-            yield name, _received(part, team, name, own_tensors, holders)
+            yield name, _received(part, team, name, own_tensors, owners)
 
 
 @torch.no_grad()
@@ -46,15 +46,15 @@ def scatter_tensors(part: ModelShard, team: TrainingGroup, whole: Mapping[str, T
     """Send each rank its rows of the first rank's tensors `whole`, which is None on the other ranks."""
     biases = [name for name in parameters_in_order(part) if name not in part.layout.shapes]
     for name in (*part.layout.shapes, *(name for name in biases if name.endswith(_BIAS))):
-        holders = _holders(part, team, name)
+        owners = _owners(part, team, name)
         if whole is not None:
-            for rank, spans in holders.items():
+            for rank, spans in owners.items():
                 rows = whole[name] if spans is None else take_rows(whole[name], spans)
                 if rank == team.rank:
                     _own_tensors(part)[name].copy_(rows.view_as(_own_tensors(part)[name]))
                 else:
                     dist.send(_as_bytes(rows.to(team.device).contiguous()), dst=rank)
-        elif team.rank in holders:
+        elif team.rank in owners:
             own_tensors = _own_tensors(part)[name]
             rows = torch.empty_like(own_tensors.data)
             dist.recv(_as_bytes(rows), src=0)
@@ -70,7 +70,7 @@ def _own_tensors(part: ModelShard) -> Mapping[str, Tensor]:
     return {**part.local, **part.buffers}
 
 
-def _holders(part: ModelShard, team: TrainingGroup, name: str) -> dict[int, list[Span] | None]:
+def _owners(part: ModelShard, team: TrainingGroup, name: str) -> dict[int, list[Span] | None]:
     """Ranks that hold the tensor, with their spans; None for a buffer, which is replicated in its stage."""
     if name not in part.layout.shapes:
         first = part.layout.stage(name) % team.mesh.pipeline * team.mesh.shards

@@ -64,7 +64,7 @@ def train_distributed(recipe: Recipe, beside: Path, rank: Rank, *, restart: bool
 
 
 def _prepare(recipe: Recipe, beside: Path, out: Path, *, restart: bool) -> None:
-    """Clear the folder if asked to, and create the tokenizer and token files."""
+    """Clear the folder if requested, and create the tokenizer and token files."""
     if restart:
         clear(out, recipe)
     builder = Builder(recipe, beside, out)

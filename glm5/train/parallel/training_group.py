@@ -29,7 +29,7 @@ class TrainingGroup:
 
         def new_group(ranks_of: Callable[[int], list[int]]) -> Group:
             own_group: Group | None = None
-            for ranks in sorted({tuple(ranks_of(one)) for one in range(mesh.size)}):  # each is made by everybody
+            for ranks in sorted({tuple(ranks_of(one)) for one in range(mesh.size)}):  # every rank creates each group
                 group = dist.new_group(list(ranks), timeout=timeout)
                 if rank in ranks:
                     assert isinstance(group, Group)

@@ -68,8 +68,8 @@ MUTANTS = [
     Mutant(
         "those that decode bear anything",
         "scheduler",
-        "most_of_prompts(self.max_prompt_tokens if",
-        "most_of_prompts(None if",
+        "prompt_budget(self.max_prompt_tokens if",
+        "prompt_budget(None if",
     ),
     Mutant("half of a step beside others too", "scheduler", "max(1, most // 2)", "max(1, budget)"),
     Mutant("the rest goes to one while others wait", "scheduler", " and not self.waiting:", ":"),
@@ -183,8 +183,8 @@ MUTANTS = [
     Mutant(
         "computing does not wait for loads",
         "scheduler",
-        "for seq in self.prompting:\n            if budget and seq.restore is None and not self._is_whole(seq, left):",
-        "for seq in self.prompting:\n            if budget and not self._is_whole(seq, left):",
+        "for seq in self.prompting:\n            if budget and seq.restore is None and not self._is_full(seq, left):",
+        "for seq in self.prompting:\n            if budget and not self._is_full(seq, left):",
     ),
     Mutant("loads of who left go on", "page_manager", "self.transfers.cancel(seq.restore)", "pass"),
     Mutant("an ended copy keeps its page", "transfers", "self.pool.unref(store.page)", "pass"),

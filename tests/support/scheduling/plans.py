@@ -46,7 +46,7 @@ def check_plan(
 def is_whole(config: SchedulerConfig, plan: StepPlan) -> bool:
     """A step of whole prompts alone."""
     return all(
-        item.kind == "prefill" and item.samples and not item.start and item.num_rows <= config.whole_prompt
+        item.kind == "prefill" and item.samples and not item.start and item.num_rows <= config.full_prompt
         for item in plan.items
     )
 
@@ -74,7 +74,7 @@ def check_sizes(config: SchedulerConfig, scheduler: Scheduler, plan: StepPlan) -
 
 def check_half_budget(config: SchedulerConfig, scheduler: Scheduler, plan: StepPlan) -> None:
     beside = any(item.kind == "decode" for item in plan.items)
-    most = config.most_of_prompts(scheduler.max_prompt_tokens if beside else None)
+    most = config.prompt_budget(scheduler.max_prompt_tokens if beside else None)
     prompts = sum(item.num_rows for item in plan.items if item.kind == "prefill")
     assert prompts <= most, f"{prompts} tokens of prompts beside those that decode, who bear {most}"
     half = max(1, most // 2)
@@ -101,7 +101,7 @@ def check_order(scheduler: Scheduler, plan: StepPlan, before: Before, known: dic
         seq.rank
         for seq in scheduler.prompting
         if seq.restore is None and seq.seq_id not in {item.seq_id for item in plan.items}
-        if seq.computed or seq.goal > scheduler.config.whole_prompt  # those may have the next step for themselves
+        if seq.computed or seq.goal > scheduler.config.full_prompt  # those may have the next step for themselves
     ]
     unserved = [] if is_whole(scheduler.config, plan) else unserved  # they have the next one
     assert scheduler.is_paused or all(rank > max(continued, default=(-99, 0)) for rank in unserved), "overtaken"

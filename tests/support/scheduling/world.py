@@ -64,7 +64,7 @@ def random_config(rng: Random) -> SchedulerConfig:
         launch_ahead=rng.random() < 0.7,
         prefix_cache=has_cache,
         max_prompt_chunk=rng.choice((None, None, 3, 7)),
-        whole_prompt=rng.choice((0, 0, 4, 12)),
+        full_prompt=rng.choice((0, 0, 4, 12)),
         headroom=rng.choice((0.0, 0.0, 0.1, 0.3)),
         tiers=has_cache and rng.random() < 0.6,
         restore_cost=rng.choice((RestoreCost(0, 0, 0), RestoreCost(0.5, 2, 1))),

@@ -17,8 +17,8 @@ OF_GPUS += ["quant --device cuda", "load --folder nowhere --device cuda --ranks 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("line", OF_GPUS)
 def test_a_machine_without_a_gpu_is_told_so(line, tmp_path):
-    asked = [sys.executable, "-m", *f"glm5.bench.{line}".split()]
-    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
+    requested = [sys.executable, "-m", *f"glm5.bench.{line}".split()]
+    done = subprocess.run(requested, cwd=tmp_path, capture_output=True, text=True)
     (error,) = done.stderr.splitlines()
     assert error.startswith("glm5: error: ")
     assert " NVIDIA GPU" in error

@@ -39,10 +39,10 @@ def test_a_run_that_is_cut_off_leaves_nothing(run, tmp_path, monkeypatch):
 
 def test_a_line_for_each_number_of_ranks_and_a_checkpoint_that_is_used_again(run, tmp_path, monkeypatch, capfd):
     assert run() == 0
-    told = capfd.readouterr().out
-    assert "GB in 1 files, written at " in told
+    reported = capfd.readouterr().out
+    assert "GB in 1 files, written at " in reported
     rates = r"disk +\d+\.\d\d GB/s, only reading +\d+\.\d\d  memory +\d+\.\d\d GB/s, only reading +\d+\.\d\d$"
-    assert re.findall(rf"^loading by +(\d+) on cpu +{rates}", told, re.MULTILINE) == ["1", "2"]
+    assert re.findall(rf"^loading by +(\d+) on cpu +{rates}", reported, re.MULTILINE) == ["1", "2"]
     written = {path.name: path.stat().st_ino for path in (tmp_path / "ck").iterdir()}
     monkeypatch.setattr(bench, "_rate", lambda *_: 1.0)
     assert run() == 0

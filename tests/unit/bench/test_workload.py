@@ -29,9 +29,9 @@ def test_lengths_are_mixed_within_the_bounds():
 
 def test_figures_by_hand():
     run = Run([Answer((1, 2, 3), 10.0, 10.5, 12.5), Answer((4, 5), 10.0, 11.0, 11.5)], 2.5)
-    figures = run.figures()
-    assert (figures["tokens_per_second"], figures["output_tokens"]) == (2.0, 5)
-    assert (figures["ttft_ms"], figures["p50_ttft_ms"], figures["p99_ttft_ms"]) == pytest.approx((750, 750, 995))
-    assert (figures["tpot_ms"], figures["p50_tpot_ms"], figures["p99_tpot_ms"]) == pytest.approx((750, 750, 995))
+    metrics = run.metrics()
+    assert (metrics["tokens_per_second"], metrics["output_tokens"]) == (2.0, 5)
+    assert (metrics["ttft_ms"], metrics["p50_ttft_ms"], metrics["p99_ttft_ms"]) == pytest.approx((750, 750, 995))
+    assert (metrics["tpot_ms"], metrics["p50_tpot_ms"], metrics["p99_tpot_ms"]) == pytest.approx((750, 750, 995))
     other = Run([Answer((1, 2, 3), 0.0, 1.0, 2.0), Answer((4, 6), 0.0, 1.0, 2.0)], 2.0)
     assert num_equal(run, other) == 1

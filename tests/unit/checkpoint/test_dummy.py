@@ -18,13 +18,13 @@ def test_activations_keep_their_scale_and_routing_spreads(fp8):
     cfg = preset("nano")
     model = dummy(cfg, fp8=fp8, dtype=torch.float32, seed=3)
     ids = torch.randint(2, cfg.vocab_size, (256,), generator=torch.Generator().manual_seed(0))
-    heard = []
+    received = []
     for layer in model.model.layers[: cfg.num_hidden_layers]:
         if isinstance(layer.mlp, MoE):
-            layer.mlp.gate.register_forward_hook(lambda _, __, out: heard.append(out[1]))
+            layer.mlp.gate.register_forward_hook(lambda _, __, out: received.append(out[1]))
     logits = model.logits(ids.tolist())
     assert 0.5 < float(logits.std()) < 2
-    counts = torch.stack([experts.flatten().bincount(minlength=cfg.n_routed_experts) for experts in heard])
+    counts = torch.stack([experts.flatten().bincount(minlength=cfg.n_routed_experts) for experts in received])
     even = 256 * cfg.num_experts_per_tok / cfg.n_routed_experts
     print(counts)
     assert float(counts.min()) > even / 3

@@ -75,9 +75,9 @@ def test_parts_are_those_of_the_whole(checkpoint, dtype):
     for rank in range(2):
         model = load(checkpoint, dtype, shard=Shard(rank, 2))
         assert model.cfg == whole.cfg
-        mine, wanted = held(model), dict(parts(whole, Shard(rank, 2)))
-        assert mine.keys() == wanted.keys()
-        assert [name for name in mine if not same(mine[name], wanted[name])] == []
+        own, wanted = held(model), dict(parts(whole, Shard(rank, 2)))
+        assert own.keys() == wanted.keys()
+        assert [name for name in own if not same(own[name], wanted[name])] == []
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
@@ -92,8 +92,8 @@ def test_readers_share_a_large_tensor(checkpoint, dtype, monkeypatch):
     module = sys.modules[load.__module__]
     monkeypatch.setattr(module, "read_into", noted)
     monkeypatch.setattr(module, "PIECE_BYTES", 4096)
-    mine, wanted = held(load(checkpoint, dtype, shard=Shard(1, 2))), held(whole)
-    assert [name for name in mine if not same(mine[name], wanted[name])] == []
+    own, wanted = held(load(checkpoint, dtype, shard=Shard(1, 2))), held(whole)
+    assert [name for name in own if not same(own[name], wanted[name])] == []
     assert len(sizes["lm_head.weight"]) > 1
     assert max(sizes["lm_head.weight"]) <= 4096
     assert sum(sizes["lm_head.weight"]) == wanted["lm_head.weight"].numel() * 2

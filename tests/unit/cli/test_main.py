@@ -20,7 +20,7 @@ GUIDE = (
     "--gpu-memory-utilization 0.90 --trust-remote-code"
 )
 
-WHOLE = "every GPU has its part of every layer"
+UNSHARDED = "every GPU has its part of every layer"
 SHARED = "--tensor-parallel-size says how many GPUs share a model"
 LESS = "; a smaller model, batch or length needs less"
 
@@ -63,7 +63,7 @@ def test_every_command_has_help(name, capsys):
         ("init --preset huge --out x", "--preset: got 'huge'; allowed: 'glm-5', 'glm-5.2', 'nano' or 'tiny'"),
         ("inspect", "allowed: either a checkpoint (folder or id) or --preset; got neither"),
         ("inspect x --preset nano", "allowed: either a checkpoint (folder or id) or --preset; got both"),
-        (GUIDE + " -pp 2", f"--pipeline-parallel-size: got '2'; allowed: 1 ({WHOLE}; {SHARED})"),
+        (GUIDE + " -pp 2", f"--pipeline-parallel-size: got '2'; allowed: 1 ({UNSHARDED}; {SHARED})"),
         ("serve m --max-model-length 1", "glm5 serve has no flag --max-model-length; did you mean --max-model-len?"),
         ("serve m --kv-cache-dtype int4",
          "--kv-cache-dtype: got 'int4'; allowed: 'auto', 'bfloat16', 'fp8_key' or 'fp8'"),

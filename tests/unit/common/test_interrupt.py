@@ -52,11 +52,11 @@ def test_a_request_to_end_unwinds_and_a_second_one_acts():
 
 
 def test_who_listens_already_goes_on_listening():
-    heard: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: received.append(number))
     try:
         with orderly_end():
             signal.raise_signal(signal.SIGTERM)
-        assert heard == [signal.SIGTERM]
+        assert received == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -15,7 +15,7 @@ from glm5.engine.frontend.request_builder import Options
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams, answer_seeds
 from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs, Update
-from tests.support.cores import FACTS, ScriptedCore
+from tests.support.cores import INFO, ScriptedCore
 from tests.support.tokenizers import tiny_tokenizer
 
 PLAIN = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -111,19 +111,19 @@ def test_the_engine_is_told_of_a_stop_string(speaking):
     llm = speaking("one two three four five six")
     only(llm.generate("x", SamplingParams(stop="two", max_tokens=None), use_tqdm=False))
     llm.pause()  # a call goes the same way, behind it
-    assert llm.core.heard == ["AddRequest", "StopAnswer", "PauseCall"]
+    assert llm.core.received == ["AddRequest", "StopAnswer", "PauseCall"]
     assert not llm.core.running
 
 
 def test_stop_tokens_and_the_end_token(scripted):
     llm = scripted(tiny_tokenizer())
-    asked = SamplingParams(max_tokens=9, stop_token_ids=[13])
-    output = only(llm.generate([10], asked, use_tqdm=False))
+    requested = SamplingParams(max_tokens=9, stop_token_ids=[13])
+    output = only(llm.generate([10], requested, use_tqdm=False))
     assert (output.token_ids, output.finish_reason, output.stop_reason) == ([11, 12, 13], "stop", 13)
     assert set(llm.core.asks[0].stop_ids) == {13, *preset("tiny").eos_token_id}
-    llm.generate([10], asked.but(ignore_eos=True), use_tqdm=False)
+    llm.generate([10], requested.but(ignore_eos=True), use_tqdm=False)
     assert llm.core.asks[1].stop_ids == (13,)
-    shown = [only(llm.generate([10], asked.but(include_stop_str_in_output=kept), use_tqdm=False)).text
+    shown = [only(llm.generate([10], requested.but(include_stop_str_in_output=kept), use_tqdm=False)).text
              for kept in (False, True)]  # fmt: skip
     assert shown[1] == shown[0] + tiny_tokenizer().decode([13])
 
@@ -236,7 +236,7 @@ def test_ctrl_c_aborts_and_the_engine_goes_on(scripted):
         llm.generate([[1], [2]], PLAIN, use_tqdm=False)
     assert llm.client.num_unfinished == 0
     assert only(llm.generate([5], PLAIN, use_tqdm=False)).token_ids == list(range(6, 14))
-    assert llm.core.heard == ["AddRequest", "AddRequest", "AbortRequests", "AbortRequests", "AddRequest"]
+    assert llm.core.received == ["AddRequest", "AddRequest", "AbortRequests", "AbortRequests", "AddRequest"]
     assert not llm.core.running
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -248,7 +248,7 @@ def test_a_stream_that_is_left_is_aborted(scripted):
     assert next(other).token_ids == (101,)
     stream.close()
     assert [token for delta in other for token in delta.token_ids] == list(range(102, 109))
-    assert "AbortRequests" in llm.core.heard
+    assert "AbortRequests" in llm.core.received
 
 
 def test_abort_all(scripted):
@@ -278,15 +278,15 @@ class TestRefusals:
         with pytest.raises(RequestError, match=f"prompt 1: {message}") as caught:
             llm.generate([[1], prompt], [PLAIN, PLAIN.but(**changes)], use_tqdm=False)
         assert caught.value.param.startswith(param)
-        assert llm.core.heard == []
+        assert llm.core.received == []
 
     def test_more_pages_than_there_are(self, scripted):
-        llm = scripted(facts=replace(FACTS, num_pages=2))
+        llm = scripted(info=replace(INFO, num_pages=2))
         with pytest.raises(RequestError, match="need 4 pages of 64 tokens, the cache has 2; lower max_tokens"):
             llm.generate([1] * 100, PLAIN.but(max_tokens=150), use_tqdm=False)
 
     def test_experts_that_are_not_recorded(self, scripted):
-        llm = scripted(facts=replace(FACTS, routed_experts=False))
+        llm = scripted(info=replace(INFO, routed_experts=False))
         with pytest.raises(RequestError, match="start it with enable_return_routed_experts"):
             llm.generate([1], PLAIN, use_tqdm=False, routed_experts=True)
 
@@ -410,7 +410,7 @@ def test_odd_calls_are_refused_and_nothing_of_them_stays(scripted):
         with pytest.raises(CheckpointError, match="allowed: tensors by name"):
             llm.update_weights(weights)
     assert llm.client.num_unfinished == 0
-    assert not llm.core.heard
+    assert not llm.core.received
 
 
 def test_numbers_beyond_the_context_are_asked_for_as_its_end(scripted):
@@ -423,7 +423,7 @@ def test_numbers_beyond_the_context_are_asked_for_as_its_end(scripted):
     (ask,) = llm.core.asks
     params, left = ask.params, llm.max_model_len - 2
     assert (ask.max_tokens, params.max_tokens, params.min_tokens, params.thinking_token_budget) == (left,) * 4
-    assert ask.max_depth <= FACTS.max_depth
+    assert ask.max_depth <= INFO.max_depth
     msgspec.msgpack.encode(ask)
 
 

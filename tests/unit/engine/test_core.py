@@ -24,17 +24,17 @@ def test_a_turn_launches_before_it_reads():
     driver = CoreDriver(launch_ahead=True)
     driver.ask(5, max_tokens=5)
     driver.turn()
-    assert not driver.heard[0].updates
+    assert not driver.received[0].updates
     driver.turn()
     assert len(driver.runner.plans) == 2
-    assert len(driver.heard[0].token_ids) == 1
+    assert len(driver.received[0].token_ids) == 1
 
 
 def test_without_launch_ahead_a_turn_reads_what_it_launched():
     driver = CoreDriver(launch_ahead=False)
     driver.ask(5, max_tokens=5)
     driver.turn()
-    assert len(driver.heard[0].token_ids) == 1
+    assert len(driver.received[0].token_ids) == 1
 
 
 def test_no_work_no_turns():
@@ -53,7 +53,7 @@ def test_several_answers_share_a_prompt(launch_ahead):
     driver.ask(11, n=4)
     driver.run()
     driver.check()
-    assert [driver.heard[i].num_cached for i in range(4)] == [0, 10, 10, 10]
+    assert [driver.received[i].num_cached for i in range(4)] == [0, 10, 10, 10]
 
 
 def test_what_was_cached_is_told_once():
@@ -63,8 +63,8 @@ def test_what_was_cached_is_told_once():
     driver.run()
     driver.ask(prompt)
     driver.run()
-    assert [driver.heard[i].num_cached for i in (0, 1)] == [0, 12]
-    assert all(update.num_cached is None for i in (0, 1) for update in driver.heard[i].updates[1:])
+    assert [driver.received[i].num_cached for i in (0, 1)] == [0, 12]
+    assert all(update.num_cached is None for i in (0, 1) for update in driver.received[i].updates[1:])
 
 
 @AHEAD
@@ -76,8 +76,8 @@ def test_under_preemption(launch_ahead):
     driver.check()
     driver.check_empty()
     assert driver.core.stats()["preemptions"] > 3
-    for heard in driver.heard.values():
-        assert len(heard.logprobs) == len(heard.token_ids) == 30
+    for received in driver.received.values():
+        assert len(received.logprobs) == len(received.token_ids) == 30
 
 
 @AHEAD
@@ -87,17 +87,17 @@ def test_logprobs_belong_to_their_tokens(launch_ahead, max_depth):
     driver.ask(9, max_tokens=21, logprobs=2)
     driver.ask(9, max_tokens=21)
     driver.run()
-    heard = driver.heard[0]
-    tokens = heard.ask.prompt_ids + heard.token_ids
+    received = driver.received[0]
+    tokens = received.ask.prompt_ids + received.token_ids
     values = hashes(tokens)[8:-1]
-    assert [e.logprob for e in heard.logprobs] == [
-        logprob_of(value, token_id) for value, token_id in zip(values, heard.token_ids, strict=True)
+    assert [e.logprob for e in received.logprobs] == [
+        logprob_of(value, token_id) for value, token_id in zip(values, received.token_ids, strict=True)
     ]
-    assert not driver.heard[1].logprobs
+    assert not driver.received[1].logprobs
 
 
 def told_prompts(driver, ids):
-    return [(i, u.prompt_logprobs) for i in ids for u in driver.heard[i].updates if u.prompt_logprobs is not None]
+    return [(i, u.prompt_logprobs) for i in ids for u in driver.received[i].updates if u.prompt_logprobs is not None]
 
 
 @AHEAD
@@ -131,7 +131,7 @@ def test_the_prompt_is_reported_though_who_computes_it_goes(launch_ahead, gone_a
     driver.check(ids[1])
     ((_, entries),) = told_prompts(driver, ids)
     assert len(entries) == 13
-    found = driver.heard[ids[0]].experts() | driver.heard[ids[1]].experts()
+    found = driver.received[ids[0]].experts() | driver.received[ids[1]].experts()
     assert sorted(found) == list(range(19))
     driver.check_empty()
 
@@ -148,9 +148,9 @@ def test_experts_of_every_computed_token_come_once(launch_ahead, max_depth):
         driver.ask(driver.prompt(18), max_tokens=30, seed=number, routed_experts=True)
     driver.run()
     assert driver.core.stats()["preemptions"]
-    for heard in list(driver.heard.values())[1:]:
-        values = hashes(heard.ask.prompt_ids + heard.token_ids)
-        assert heard.experts() == {p: experts_of(values[p], 0) for p in range(len(values) - 1)}
+    for received in list(driver.received.values())[1:]:
+        values = hashes(received.ask.prompt_ids + received.token_ids)
+        assert received.experts() == {p: experts_of(values[p], 0) for p in range(len(values) - 1)}
 
 
 def test_bad_requests_are_refused_and_harm_nobody():
@@ -170,10 +170,10 @@ def test_bad_requests_are_refused_and_harm_nobody():
     driver.run()
     driver.check(*good)
     for reason, (seq_id,) in refused.items():
-        heard = driver.heard[seq_id]
-        assert heard.reason == "error"
-        assert not heard.token_ids
-        assert reason in heard.error
+        received = driver.received[seq_id]
+        assert received.reason == "error"
+        assert not received.token_ids
+        assert reason in received.error
     driver.check_empty()
 
 
@@ -183,7 +183,7 @@ def test_grammars_need_a_tokenizer():
     driver = CoreDriver()
     driver.ask(5, structured_outputs=StructuredOutputsParams(regex="a+"))
     driver.run()
-    assert "tokenizer" in driver.heard[0].error
+    assert "tokenizer" in driver.received[0].error
 
 
 @AHEAD
@@ -198,9 +198,9 @@ def test_abort_in_every_phase(launch_ahead, turns):
     driver.run()
     driver.check(*other)
     for seq_id in ids:
-        heard = driver.heard[seq_id]
-        assert heard.reason in ("abort", "length")
-        assert heard.token_ids == driver.expected(seq_id)[: len(heard.token_ids)]
+        received = driver.received[seq_id]
+        assert received.reason in ("abort", "length")
+        assert received.token_ids == driver.expected(seq_id)[: len(received.token_ids)]
     driver.check_empty()
 
 
@@ -213,7 +213,7 @@ def test_abort_of_all_and_of_unknown_ids():
     driver.core.receive(AbortRequests())
     late = driver.ask(5)
     driver.run()
-    assert [driver.heard[i].reason for i in range(4)] == ["abort"] * 4
+    assert [driver.received[i].reason for i in range(4)] == ["abort"] * 4
     driver.check(*late)
     driver.check_empty()
 
@@ -224,10 +224,10 @@ def test_stop_ends_an_answer_without_a_word(launch_ahead, turns):
     driver = CoreDriver(launch_ahead=launch_ahead, max_depth=2)
     stopped, other = driver.ask(9, max_tokens=30), driver.ask(9, max_tokens=20, seed=5)
     driver.turn(turns)
-    num_updates = len(driver.heard[0].updates)
+    num_updates = len(driver.received[0].updates)
     driver.core.receive(StopAnswer(stopped[0]))
     driver.run()
-    assert len(driver.heard[0].updates) == num_updates
+    assert len(driver.received[0].updates) == num_updates
     driver.check(*other)
     driver.check_empty()
 

@@ -30,7 +30,7 @@ def under_load(launch_ahead=True, **options) -> CoreDriver:
 
 
 def num_tokens(driver) -> int:
-    return sum(len(heard.token_ids) for heard in driver.heard.values())
+    return sum(len(received.token_ids) for received in driver.received.values())
 
 
 @AHEAD
@@ -46,7 +46,7 @@ def test_pause_and_resume(launch_ahead):
     assert driver.call(StatsCall(2)).result["is_paused"]
     driver.core.receive(AbortRequests((0,)))
     driver.turn()
-    assert driver.heard[0].reason == "abort"
+    assert driver.received[0].reason == "abort"
     driver.call(ResumeCall(3))
     driver.run()
     driver.check(1, 2, 3, 4, 5, *late)
@@ -78,7 +78,7 @@ def test_sleep_and_wake(launch_ahead, tiers):
     driver.call(WakeCall(3))
     driver.run()
     driver.check()
-    assert {version for heard in driver.heard.values() for version in heard.versions} == {0}
+    assert {version for received in driver.received.values() for version in received.versions} == {0}
     driver.core.close()
 
 
@@ -87,11 +87,11 @@ def test_sleep_without_weights_brings_back_the_first_ones():
     driver.call(UpdateWeightsCall(1, "/7", policy="recompute"))
     driver.turn(3)
     assert driver.call(SleepCall(2, level=2)).result["freed_bytes"] == 1000 + driver.runner.pool.numel() * 8
-    num_before = {seq_id: len(heard.token_ids) for seq_id, heard in driver.heard.items()}
+    num_before = {seq_id: len(received.token_ids) for seq_id, received in driver.received.items()}
     assert driver.call(WakeCall(3)).result == {"version": 0}
     driver.run()
-    for seq_id, heard in driver.heard.items():
-        assert set(heard.versions[num_before[seq_id] :]) <= {0}
+    for seq_id, received in driver.received.items():
+        assert set(received.versions[num_before[seq_id] :]) <= {0}
     # A number is never given to two sets of weights.
     assert driver.call(UpdateWeightsCall(4, "/8")).result == {"version": 2}
 
@@ -168,8 +168,8 @@ def test_parts_wake_one_after_the_other(level, first):
     if first == "kv_cache":
         driver.check()
     else:
-        assert {version for heard in driver.heard.values() for version in heard.versions} <= {0, 1}
-        assert all(heard.versions[-1] == 1 for heard in driver.heard.values())
+        assert {version for received in driver.received.values() for version in received.versions} <= {0, 1}
+        assert all(received.versions[-1] == 1 for received in driver.received.values())
 
 
 def test_what_woke_sleeps_again():
@@ -202,12 +202,12 @@ def test_errors_of_tensors_do_not_tell_of_the_folder_they_came_in():
 
 def check_versions(driver, numbers: dict[int, int]) -> None:
     """Every token is what the weights of its version draw after those before it. `numbers`: of weights, by version."""
-    for heard in driver.heard.values():
-        value = hashes(heard.ask.prompt_ids)[-1]
-        for token_id, version in zip(heard.token_ids, heard.versions, strict=True):
-            assert token_id == drawn(value, heard.seed, numbers[version], driver.vocab_size)
+    for received in driver.received.values():
+        value = hashes(received.ask.prompt_ids)[-1]
+        for token_id, version in zip(received.token_ids, received.versions, strict=True):
+            assert token_id == drawn(value, received.seed, numbers[version], driver.vocab_size)
             value = extended(value, token_id)
-        assert heard.versions == sorted(heard.versions)
+        assert received.versions == sorted(received.versions)
 
 
 @AHEAD
@@ -228,20 +228,20 @@ def test_weights_change_between_two_steps(launch_ahead, policy):
     assert driver.call(UpdateWeightsCall(2, "/9", policy=policy, version=40)).result == {"version": 40}
     driver.run()
     check_versions(driver, {0: 0, 1: 7, 40: 9})
-    seen = {version for heard in driver.heard.values() for version in heard.versions}
+    seen = {version for received in driver.received.values() for version in received.versions}
     assert {0, 1} <= seen
-    assert all(heard.reason == "length" for heard in driver.heard.values())
-    assert driver.heard[late[0]].versions[-1] > 0
+    assert all(received.reason == "length" for received in driver.received.values())
+    assert driver.received[late[0]].versions[-1] > 0
     driver.check_empty()
 
 
 def test_weights_change_and_abort():
     driver = under_load()
     assert driver.call(UpdateWeightsCall(1, "/7", policy="abort")).result == {"version": 1}
-    assert all(heard.reason == "abort" for heard in driver.heard.values())
+    assert all(received.reason == "abort" for received in driver.received.values())
     (late,) = driver.ask(9)
     driver.run()
-    assert driver.heard[late].token_ids == driver.expected(late, weights=7)
+    assert driver.received[late].token_ids == driver.expected(late, weights=7)
     driver.check_empty()
 
 
@@ -294,7 +294,7 @@ def test_pages_of_former_weights_are_never_found_again():
     driver.call(UpdateWeightsCall(2, "/0"))
     driver.ask(prompt)
     driver.run()
-    assert [driver.heard[i].num_cached for i in range(3)] == [0, 0, 0]
+    assert [driver.received[i].num_cached for i in range(3)] == [0, 0, 0]
 
 
 def test_calls_are_served_in_order():
@@ -319,4 +319,4 @@ def test_reset_forgets_prefixes():
         driver.run()
         if number == 1:
             driver.call(ResetCacheCall(1))
-    assert [driver.heard[i].num_cached for i in range(3)] == [0, 16, 0]
+    assert [driver.received[i].num_cached for i in range(3)] == [0, 16, 0]

@@ -27,7 +27,7 @@ WANTED = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
 
 
 def text_of(driver, seq_id, first=0):
-    ids = driver.heard[seq_id].token_ids[first:]
+    ids = driver.received[seq_id].token_ids[first:]
     return b"".join(vocabulary().bytes_of(token_id) for token_id in ids).decode()
 
 
@@ -51,11 +51,11 @@ def test_answers_are_in_their_grammar(launch_ahead, max_depth):
     plain = [driver.ask(9, max_tokens=30, seed=seed)[0] for seed in range(3)]
     run(driver)
     for seq_id in ids:
-        assert driver.heard[seq_id].reason == "stop"
+        assert driver.received[seq_id].reason == "stop"
         answer = json.loads(text_of(driver, seq_id))
         assert answer["name"] in ("ada", "grace")
         assert 0 <= answer["age"] <= 99
-    assert len({tuple(driver.heard[seq_id].token_ids) for seq_id in ids}) > 1
+    assert len({tuple(driver.received[seq_id].token_ids) for seq_id in ids}) > 1
     driver.check(*plain)
     driver.check_empty()
 
@@ -65,7 +65,7 @@ def test_tokens_do_not_depend_on_depth_or_launching_ahead():
         driver = CoreDriver(compiler=compiler(), **options)
         ids = [ask_json(driver, seed=seed)[0] for seed in range(5)]
         run(driver)
-        return [driver.heard[seq_id].token_ids for seq_id in ids]
+        return [driver.received[seq_id].token_ids for seq_id in ids]
 
     first = answers(launch_ahead=False)
     assert answers(max_depth=3) == answers(max_depth=1, max_num_seqs=2) == first
@@ -101,7 +101,7 @@ def test_a_grammar_that_begins_after_a_token():
     free = lone_run(driver.prompt(5), 1, 6, vocabulary().size)
     (seq_id,) = ask_json(driver, max_tokens=150, starts_after=free[-1])
     run(driver)
-    assert driver.heard[seq_id].token_ids[:6] == free
+    assert driver.received[seq_id].token_ids[:6] == free
     assert free[-1] not in free[:-1]
     assert json.loads(text_of(driver, seq_id, 6))
 
@@ -117,9 +117,9 @@ def test_a_budget_of_thinking(launch_ahead, max_depth):
     (both,) = ask_json(driver, max_tokens=150, starts_after=end, thinking_token_budget=4, not_before=(free[1],))
     (none,) = driver.ask(5, max_tokens=20, thinking_token_budget=7)
     run(driver)
-    assert driver.heard[alone].token_ids[:8] == [*free[:7], end]
-    assert len(driver.heard[alone].token_ids) == 20
-    written = driver.heard[both].token_ids
+    assert driver.received[alone].token_ids[:8] == [*free[:7], end]
+    assert len(driver.received[alone].token_ids) == 20
+    written = driver.received[both].token_ids
     assert (written[4], written.count(end), free[1] in written[:4]) == (end, 1, False)
     assert json.loads(text_of(driver, both, 5))
     driver.check(none)
@@ -142,7 +142,7 @@ def test_others_pass_a_request_whose_grammar_is_compiling():
     driver = CoreDriver(compiler=Slow())
     ask_json(driver)
     (other,) = driver.ask(5, max_tokens=9)
-    while driver.heard[other].reason is None:
+    while driver.received[other].reason is None:
         driver.turn()
     driver.check(other)
     assert driver.core.has_work
@@ -161,12 +161,12 @@ def test_abort_while_its_grammar_is_compiling(message):
     driver.core.receive(message)
     driver.turn()
     if isinstance(message, StopAnswer):
-        assert not driver.heard[0].updates
+        assert not driver.received[0].updates
         driver.core.receive(AbortRequests((1,)))
         driver.turn()
     else:
-        assert driver.heard[0].reason == "abort"
-    assert driver.heard[1].reason == "abort"
+        assert driver.received[0].reason == "abort"
+    assert driver.received[1].reason == "abort"
     driver.run()
     driver.check_empty()
 
@@ -178,7 +178,7 @@ def test_one_answer_of_two_goes_while_the_grammar_is_compiling():
     driver.core.receive(AbortRequests((0,)))
     driver.core.compiler.future.set_result(compiler().compile(WANTED).result())
     driver.run()
-    assert driver.heard[0].reason == "abort"
+    assert driver.received[0].reason == "abort"
     assert json.loads(text_of(driver, 1))
     driver.check_empty()
 
@@ -190,8 +190,8 @@ def test_a_grammar_that_is_refused():
     (half,) = ask_json(driver, structured_outputs=StructuredOutputsParams(json=halves))
     (good,) = driver.ask(5)
     run(driver)
-    assert "is not understood" in driver.heard[bad].error
-    assert "#/properties/\\ud800/uniqueItems" in driver.heard[half].error  # which can be sent
+    assert "is not understood" in driver.received[bad].error
+    assert "#/properties/\\ud800/uniqueItems" in driver.received[half].error  # which can be sent
     driver.check(good)
     driver.check_empty()
 
@@ -201,7 +201,7 @@ def test_a_compilation_that_fails_otherwise_fails_its_request_alone():
     ask_json(driver)
     driver.core.compiler.future.set_exception(RequestError("no"))
     driver.run()
-    assert driver.heard[0].error == "no"
+    assert driver.received[0].error == "no"
 
 
 class NoToken:
@@ -226,8 +226,8 @@ def test_where_no_token_is_possible_the_request_fails_with_the_reason(launch_ahe
     driver.turn(4)
     driver.core._constrained[stuck].matcher = NoToken()
     driver.run()
-    assert driver.heard[stuck].reason == "error"
-    assert "structured_outputs" in driver.heard[stuck].error
+    assert driver.received[stuck].reason == "error"
+    assert "structured_outputs" in driver.received[stuck].error
     driver.check(other)
     driver.check_empty()
 
@@ -238,8 +238,8 @@ def test_a_grammar_that_is_slow_fails_and_others_go_on(monkeypatch):
     (slow,) = ask_json(driver)
     (good,) = driver.ask(5, max_tokens=30)
     run(driver)
-    assert driver.heard[slow].reason == "error"
-    assert "structured_outputs takes too long for each token" in driver.heard[slow].error
+    assert driver.received[slow].reason == "error"
+    assert "structured_outputs takes too long for each token" in driver.received[slow].error
     driver.check(good)
     driver.check_empty()
 
@@ -258,5 +258,5 @@ def test_an_answer_that_leaves_its_grammar_fails():
         driver.turn()
     driver.core._constrained[seq_id].matcher = Leaves()
     driver.run()
-    assert "left its grammar" in driver.heard[seq_id].error
+    assert "left its grammar" in driver.received[seq_id].error
     driver.check_empty()

@@ -128,9 +128,9 @@ def test_logprobs_are_the_models_own(models, launch_ahead, depth):
             assert entry.token_id == ids[position]
             check_logprobs(entry, plain[position - 1], LOGPROB_BUDGET)
             assert abs(entry.tempered - tempered[position - 1][ids[position]].item()) < LOGPROB_BUDGET
-        (told,) = [u.prompt_logprobs for u in session.updates[seq_id] if u.prompt_logprobs is not None]
+        (reported,) = [u.prompt_logprobs for u in session.updates[seq_id] if u.prompt_logprobs is not None]
         want = plain[: num_prompt - 1].gather(1, torch.tensor(ids[1:num_prompt])[:, None])[:, 0]
-        assert max(abs(a.logprob - b) for a, b in zip(told, want.tolist(), strict=True)) < LOGPROB_BUDGET
+        assert max(abs(a.logprob - b) for a, b in zip(reported, want.tolist(), strict=True)) < LOGPROB_BUDGET
 
 
 def test_prompts_are_cut_to_a_time_between_tokens(models):
@@ -310,15 +310,15 @@ def test_sleep_frees_the_memory_that_it_says(level, tmp_path):
 
 
 def test_weights_that_cannot_be_read_again_leave_the_engine_asleep(models, folders, tmp_path):
-    mine = tmp_path / "mine"
-    mine.mkdir()
+    actual = tmp_path / "mine"
+    actual.mkdir()
     for file in folders[0].iterdir():
-        (mine / file.name).write_bytes(file.read_bytes())
-    session = Session(load(mine), source=mine)
+        (actual / file.name).write_bytes(file.read_bytes())
+    session = Session(load(actual), source=actual)
     session.ask(40, 50, temperature=0.0)
     session.turn(6)
     session.call(SleepCall(1, 2))
-    (file,) = mine.glob("*.safetensors")
+    (file,) = actual.glob("*.safetensors")
     content = file.read_bytes()
     file.unlink()
     assert session.call(WakeCall(2)).kind == "CheckpointError"

@@ -26,7 +26,7 @@ from glm5.engine.transport.wire import (
     UpdateWeightsCall,
     WakeCall,
 )
-from tests.support.core_driver import CoreDriver, Heard
+from tests.support.core_driver import CoreDriver, ReceivedAnswer
 from tests.support.fake_runner import drawn, experts_of, extended, hashes, logprob_of
 from tests.unit.engine.sampling.schemas import compiler, vocabulary
 
@@ -65,17 +65,17 @@ class Life:
 
     def run(self, num_requests: int) -> None:
         rng, driver = self.rng, self.driver
-        num_asked = 0
-        while num_asked < num_requests or rng.random() < 0.95:
-            if num_asked < num_requests and rng.random() < 0.4:
-                num_asked += 1
+        num_submitted = 0
+        while num_submitted < num_requests or rng.random() < 0.95:
+            if num_submitted < num_requests and rng.random() < 0.4:
+                num_submitted += 1
                 self._ask()
-            if rng.random() < 0.06 and driver.heard:
+            if rng.random() < 0.06 and driver.received:
                 driver.core.receive(
-                    AbortRequests(None if rng.random() < 0.1 else (rng.randrange(len(driver.heard)), 10**6))
+                    AbortRequests(None if rng.random() < 0.1 else (rng.randrange(len(driver.received)), 10**6))
                 )
-            if rng.random() < 0.06 and driver.heard:
-                seq_id = rng.randrange(len(driver.heard))
+            if rng.random() < 0.06 and driver.received:
+                seq_id = rng.randrange(len(driver.received))
                 self.stopped.add(seq_id)
                 driver.core.receive(StopAnswer(seq_id))
             if rng.random() < 0.12:
@@ -144,43 +144,43 @@ class Life:
             if answer.error is None and isinstance(call, UpdateWeightsCall):
                 number = int(call.path[1:])
                 assert self.numbers.setdefault(answer.result["version"], number) == number
-        for seq_id, heard in driver.heard.items():
-            self._check_answer(seq_id, heard)
+        for seq_id, received in driver.received.items():
+            self._check_answer(seq_id, received)
         self._check_prompts()
 
-    def _check_answer(self, seq_id: int, heard: Heard) -> None:
-        ask, driver = heard.ask, self.driver
+    def _check_answer(self, seq_id: int, received: ReceivedAnswer) -> None:
+        ask, driver = received.ask, self.driver
         if seq_id not in self.stopped:
-            assert heard.reason in ("stop", "length", "abort"), heard.error
+            assert received.reason in ("stop", "length", "abort"), received.error
         value = hashes(ask.prompt_ids)[-1]
         is_free = ask.params.structured_outputs is None
-        for number, (token_id, version) in enumerate(zip(heard.token_ids, heard.versions, strict=True)):
+        for number, (token_id, version) in enumerate(zip(received.token_ids, received.versions, strict=True)):
             if is_free:
-                assert token_id == drawn(value, heard.seed, self.numbers[version], driver.vocab_size)
+                assert token_id == drawn(value, received.seed, self.numbers[version], driver.vocab_size)
             if ask.params.logprobs is not None:
-                assert heard.logprobs[number].logprob == logprob_of(value, token_id)
+                assert received.logprobs[number].logprob == logprob_of(value, token_id)
             value = extended(value, token_id)
             ends = token_id in ask.stop_ids and number + 1 >= ask.params.min_tokens
-            assert not ends or (number + 1 == len(heard.token_ids) and heard.reason == "stop")
-        assert len(heard.logprobs) == (len(heard.token_ids) if ask.params.logprobs is not None else 0)
-        if heard.reason == "length":
+            assert not ends or (number + 1 == len(received.token_ids) and received.reason == "stop")
+        assert len(received.logprobs) == (len(received.token_ids) if ask.params.logprobs is not None else 0)
+        if received.reason == "length":
             room = driver.config.max_model_len - len(ask.prompt_ids)
-            assert len(heard.token_ids) == min(ask.max_tokens, room)
-        if heard.reason == "stop" and not is_free:
-            spelled = b"".join(vocabulary().bytes_of(token_id) for token_id in heard.token_ids[:-1])
+            assert len(received.token_ids) == min(ask.max_tokens, room)
+        if received.reason == "stop" and not is_free:
+            spelled = b"".join(vocabulary().bytes_of(token_id) for token_id in received.token_ids[:-1])
             assert spelled.decode() in CHOICES, json.dumps(spelled.decode())
 
     def _check_prompts(self) -> None:
         """What is said of prompts and experts, once for every request that had an answer to its end."""
-        asks = {id(heard.ask): heard.ask for heard in self.driver.heard.values()}
+        asks = {id(received.ask): received.ask for received in self.driver.received.values()}
         for key, ask in asks.items():
-            answers = [heard for heard in self.driver.heard.values() if id(heard.ask) == key]
-            told = [u.prompt_logprobs for one in answers for u in one.updates if u.prompt_logprobs is not None]
-            assert len(told) <= 1
+            answers = [received for received in self.driver.received.values() if id(received.ask) == key]
+            reported = [u.prompt_logprobs for one in answers for u in one.updates if u.prompt_logprobs is not None]
+            assert len(reported) <= 1
             if ask.params.prompt_logprobs is not None and any(one.token_ids for one in answers):
                 values = hashes(ask.prompt_ids)
                 want = [logprob_of(values[i], ask.prompt_ids[i + 1]) for i in range(len(values) - 1)]
-                assert [[entry.logprob for entry in one] for one in told] == [want]
+                assert [[entry.logprob for entry in one] for one in reported] == [want]
             if not ask.routed_experts:
                 continue
             last = len(ask.prompt_ids) - 1

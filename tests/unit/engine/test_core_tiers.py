@@ -48,7 +48,7 @@ def again(driver, num_tokens: int = 30) -> int:
     (seq_id,) = driver.ask(driver.prompt(num_tokens), max_tokens=5)
     run(driver)
     driver.check(seq_id)
-    return driver.heard[seq_id].num_cached
+    return driver.received[seq_id].num_cached
 
 
 def test_evicted_pages_come_back_from_the_host(make):
@@ -93,7 +93,7 @@ def test_pages_of_another_tenant_are_not_found(make, tmp_path):
     again(driver)
     driver.ask(driver.prompt(30), salt=b"b")
     run(driver)
-    assert driver.heard[1].num_cached == 0
+    assert driver.received[1].num_cached == 0
 
 
 def test_damaged_files_are_misses(make, tmp_path):
@@ -196,10 +196,10 @@ def test_an_abort_while_pages_are_looked_for(make, tmp_path, monkeypatch, left):
     assert not driver.core.scheduler.live
     driver.core.receive(AbortRequests(tuple(seq_id for seq_id in ids if seq_id not in left)))
     driver.turn()
-    assert driver.heard[0].reason == "abort"
+    assert driver.received[0].reason == "abort"
     gate.set()
     run(driver)
-    assert [driver.heard[seq_id].reason for seq_id in ids] == ["length" if i in left else "abort" for i in ids]
+    assert [driver.received[seq_id].reason for seq_id in ids] == ["length" if i in left else "abort" for i in ids]
     for seq_id in left:
         driver.check(seq_id)
     driver.check_empty()
@@ -224,10 +224,10 @@ def test_an_abort_while_pages_are_loaded(make, tmp_path, monkeypatch):
     assert driver.core.scheduler.prompting[0].restore is not None
     driver.core.receive(AbortRequests((seq_id,)))
     fill(driver, 1)
-    assert driver.heard[seq_id].reason == "abort"
+    assert driver.received[seq_id].reason == "abort"
     gate.set()
     run(driver)
-    assert driver.heard[1].token_ids == driver.expected(1)
+    assert driver.received[1].token_ids == driver.expected(1)
     driver.check_empty()
 
 

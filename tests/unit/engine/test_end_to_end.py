@@ -134,14 +134,15 @@ class TestAborts:
         """Of five requests in two seats, three are left; the others answer as if they had been alone."""
         want = {i: lone[i] for i in (1, 4)}
         gained = {i: [] for i in range(5)}
-        asked = []
+        requested = []
         for i, prompt in enumerate(self.PROMPTS):
             params = SAMPLED.but(n=2, max_tokens=None) if i == 2 else GREEDY
-            asked.append(inline.client.submit(prompt, params, Options(), lambda _, delta, i=i: gained[i].append(delta)))
+            request = inline.client.submit(prompt, params, Options(), lambda _, delta, i=i: gained[i].append(delta))
+            requested.append(request)
         for _ in range(num_turns):
             inline.client.pump(0.1)
         for i in (0, 2, 3):
-            inline.client.abort(asked[i])
+            inline.client.abort(requested[i])
         before = {i: len(gained[i]) for i in (0, 2, 3)}
         self.finish(inline)
         assert {i: len(gained[i]) for i in (0, 2, 3)} == before
@@ -159,12 +160,12 @@ class TestAborts:
         elif phase == "compiling":
             pytest.importorskip("xgrammar")
             params = SAMPLED.but(structured_outputs=StructuredOutputsParams(regex="(a|b){1,60}c{2,50}"))
-        asked = [inline.client.submit([1, 2], params, Options(), lambda *_: None) for _ in range(3)]
+        requested = [inline.client.submit([1, 2], params, Options(), lambda *_: None) for _ in range(3)]
         inline.client.pump(0)
         if phase == "updating":
             updated = inline._calls.update_weights(dict(model.state_dict()), "recompute", None)
             inline.client.pump(0)
-        for one in asked:
+        for one in requested:
             inline.client.abort(one)
         if phase == "paused":
             inline.resume()

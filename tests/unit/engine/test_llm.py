@@ -196,12 +196,12 @@ def test_one_set_of_parameters_for_each_prompt_or_for_all(make_llm):
 class TestSizes:
     def test_context_and_pages(self, make_llm, tiny, monkeypatch):
         assert make_llm(max_model_len=None).max_model_len == tiny.cfg.max_position_embeddings
-        assert make_llm(max_model_len=65).client.facts.num_pages == 2 * 4
-        fits = make_llm(max_model_len=None, kv_cache_memory_bytes=2**20).client.facts
+        assert make_llm(max_model_len=65).client.info.num_pages == 2 * 4
+        fits = make_llm(max_model_len=None, kv_cache_memory_bytes=2**20).client.info
         assert fits.max_model_len <= fits.num_pages * 64 < 2**14
-        assert make_llm(num_gpu_blocks_override=3).client.facts.num_pages == 3
+        assert make_llm(num_gpu_blocks_override=3).client.info.num_pages == 3
         monkeypatch.setattr("glm5.engine.build.free_bytes", lambda device, share: 10 * 2**20)
-        fits = make_llm(max_model_len=None, max_num_seqs=64, max_num_batched_tokens=64).client.facts
+        fits = make_llm(max_model_len=None, max_num_seqs=64, max_num_batched_tokens=64).client.info
         assert fits.num_pages * 64 >= fits.max_model_len
 
     def test_too_long_for_the_model(self, make_llm, tiny):

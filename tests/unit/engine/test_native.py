@@ -171,7 +171,7 @@ def test_what_an_engine_runs(settings, dtype, native, seed):
     core = build_core(model, EngineConfig(num_gpu_blocks_override=4, max_num_seqs=2, **settings))
     assert (core.runner.model.model.layers[0].impl is not None) == native
     assert model.model.layers[0].impl is None  # the caller's
-    assert dict(core.facts.table)["threads"].endswith("native code" if native else "torch")
+    assert dict(core.info.table)["threads"].endswith("native code" if native else "torch")
 
 
 @pytest.mark.compiler
@@ -236,9 +236,9 @@ def test_a_compiler_that_fails_is_reported_and_leaves_nothing(tmp_path):
     ],
 )
 def test_what_torch_must_not_use_is_not_compiled_for(tmp_path, monkeypatch, machine, used, left_out):
-    told = tmp_path / "told"
+    reported = tmp_path / "told"
     compiler = tmp_path / "c++"
-    compiler.write_text(f'#!/bin/sh\necho "$@" > {told}\nexit 1\n')
+    compiler.write_text(f'#!/bin/sh\necho "$@" > {reported}\nexit 1\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -246,7 +246,7 @@ def test_what_torch_must_not_use_is_not_compiled_for(tmp_path, monkeypatch, mach
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: used)
     (tmp_path / "some.cpp").touch()
     assert native_code.library(tmp_path / "some.cpp", "slow") is None
-    assert [flag for flag in told.read_text().split() if flag.startswith("-mno")] == left_out
+    assert [flag for flag in reported.read_text().split() if flag.startswith("-mno")] == left_out
 
 
 @pytest.mark.compiler

@@ -46,13 +46,13 @@ class Run:
         self.ended: list[int] = []
 
     def step(self, *messages: Message) -> StepPlan:
-        told = list(messages)
+        reported = list(messages)
         if self.pace is not None and self.scheduler.decoding:
-            start = furthest_prompt(self.scheduler, told)
+            start = furthest_prompt(self.scheduler, reported)
             if start is not None:
-                told.append(SetPromptShare(self.pace.choose(len(self.scheduler.decoding), start)))
+                reported.append(SetPromptShare(self.pace.choose(len(self.scheduler.decoding), start)))
         number = self.scheduler.next_step
-        self.scheduler.deliver(number, told)
+        self.scheduler.deliver(number, reported)
         plan = self.scheduler.plan(number)
         assert plan.items, f"nothing to do at {number}"
         seconds = self.machine.seconds(plan.items)
@@ -189,7 +189,7 @@ class Timed:
     """A runner whose launches take made up seconds, and what other ranks are told."""
 
     def __init__(self, machine: Machine):
-        self.machine, self.now, self.told, self.tokens = machine, 0.0, [], {}
+        self.machine, self.now, self.reported, self.tokens = machine, 0.0, [], {}
 
     def time(self, runner) -> None:
         launch = runner.launch
@@ -203,7 +203,7 @@ class Timed:
         runner.launch = timed
 
     def broadcast(self, step, messages, specs, *, is_masked) -> None:
-        self.told.append((step, list(messages)))
+        self.reported.append((step, list(messages)))
 
     def close(self) -> None:
         pass
@@ -225,7 +225,7 @@ def test_ranks_plan_the_same_and_answers_do_not_change(launch_ahead):
     mixed = [plan for plan in driver.runner.plans if {item.kind for item in plan.items} == {"decode", "prefill"}]
     assert 1 < max(plan.num_tokens for plan in mixed) < 30, "a whole step is 64"
     replica, unread = Scheduler(driver.config), []
-    for plan, (step, messages) in zip(driver.runner.plans, timed.told, strict=True):
+    for plan, (step, messages) in zip(driver.runner.plans, timed.reported, strict=True):
         replica.deliver(step, messages)
         assert replica.plan(step).items == plan.items
         unread += [step] * bool(plan.items)

@@ -34,7 +34,7 @@ def test_shapes_are_few_and_hold_every_step():
     assert [prompts._groups(rows) for rows in (4, 32, 64, 128)] == [[9], [4, 9], [8, 9], [9]]
     shapes = prompts.shapes([4, 32])
     assert len(shapes) == len(set(shapes))
-    assert {shape.is_whole for shape in shapes if shape.context_bucket > prompts.context_buckets[0]} == {False}
+    assert {shape.is_full for shape in shapes if shape.context_bucket > prompts.context_buckets[0]} == {False}
     first = prompts._rows_of(32, 9)
     assert prompts._rows_of(4, 9).hidden_TD.data_ptr() == first.hidden_TD.data_ptr()
     assert prompts._rows_of(64, 9).hidden_TD.data_ptr() != first.hidden_TD.data_ptr()

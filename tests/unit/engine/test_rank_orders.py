@@ -28,7 +28,7 @@ class Pages:
         assert not plan.loads
 
 
-class Told:
+class EncodedRanks:
     """Ranks to whom orders go as bytes, as they do through a pipe."""
 
     def __init__(self, driver: CoreDriver):
@@ -64,10 +64,10 @@ class Told:
 def test_others_hear_of_a_request_before_this_rank_plans():
     """They plan and launch meanwhile."""
     driver = CoreDriver(max_depth=2)
-    told, plan, heard = Told(driver), driver.core.scheduler.plan, []
+    sender, plan, received = EncodedRanks(driver), driver.core.scheduler.plan, []
 
     def planning(step):
-        heard.append((step, [order.step for order in told.orders if isinstance(order, PlanStep)]))
+        received.append((step, [order.step for order in sender.orders if isinstance(order, PlanStep)]))
         return plan(step)
 
     driver.core.scheduler.plan = planning
@@ -75,15 +75,15 @@ def test_others_hear_of_a_request_before_this_rank_plans():
     driver.ask(9, 4)
     driver.run()
     driver.check()
-    assert heard
-    assert all(turns[-1] == step for step, turns in heard)
+    assert received
+    assert all(turns[-1] == step for step, turns in received)
 
 
 @pytest.mark.parametrize("launch_ahead", [True, False])
 def test_masks_reach_ranks_that_have_planned_already(launch_ahead):
     """A runner that had no mask for a grammar's rows, or another one, would fail."""
     driver = CoreDriver(compiler=compiler(), launch_ahead=launch_ahead, max_depth=2)
-    told = Told(driver)
+    sender = EncodedRanks(driver)
     wanted, stops = StructuredOutputsParams(choice=["ada", "grace"]), tuple(vocabulary().eos_ids)
     (constrained,) = driver.ask(5, max_tokens=20, stop_ids=stops, structured_outputs=wanted)
     (plain,) = driver.ask(9, max_tokens=40)
@@ -91,31 +91,31 @@ def test_masks_reach_ranks_that_have_planned_already(launch_ahead):
         driver.num_turns = 0
         driver.turn()
     driver.check(plain)
-    assert driver.heard[constrained].reason == "stop"
-    masked = [order for order in told.orders if isinstance(order, Masks)]
+    assert driver.received[constrained].reason == "stop"
+    masked = [order for order in sender.orders if isinstance(order, Masks)]
     assert any(order.masks is not None for order in masked)
-    assert len(masked) == sum(order.is_masked for order in told.orders if isinstance(order, PlanStep))
-    assert not told.follower.scheduler.live
+    assert len(masked) == sum(order.is_masked for order in sender.orders if isinstance(order, PlanStep))
+    assert not sender.follower.scheduler.live
 
 
 def test_a_request_may_be_dropped_in_the_turn_that_it_came():
     driver = CoreDriver()
-    told = Told(driver)
+    sender = EncodedRanks(driver)
     driver.ask(8, 4)
     (gone,) = driver.ask(8, 4)
     driver.core.receive(AbortRequests((gone,)))
     driver.run()
-    assert driver.heard[gone].reason == "abort"
-    assert not told.follower.scheduler.live
+    assert driver.received[gone].reason == "abort"
+    assert not sender.follower.scheduler.live
 
 
 def test_a_rank_that_draws_other_tokens_says_so():
     """Before it plans with them."""
     driver = CoreDriver()
-    told = Told(driver)
-    told.runner.weights = FakeWeights()
-    told.runner.weights.number = 1
-    told.runner.weights_changed()
+    sender = EncodedRanks(driver)
+    sender.runner.weights = FakeWeights()
+    sender.runner.weights.number = 1
+    sender.runner.weights_changed()
     driver.ask(8, 6)
     with pytest.raises(RuntimeError, match="ranks differ in the tokens before step"):
         driver.run()
@@ -123,42 +123,43 @@ def test_a_rank_that_draws_other_tokens_says_so():
 
 def test_weights_that_one_rank_refuses_are_kept_by_none():
     """They are as large as those in use."""
-    told, mine = Told(CoreDriver()), FakeWeights()
-    mine.at_once = False
-    staged = RankedWeights(mine, told).stage(Path("/7"))
-    assert told.follower._staged.result() == 7
-    mine.staging.set_exception(CheckpointError("this part has NaN"))
+    sender, own = EncodedRanks(CoreDriver()), FakeWeights()
+    own.at_once = False
+    staged = RankedWeights(own, sender).stage(Path("/7"))
+    assert sender.follower._staged.result() == 7
+    own.staging.set_exception(CheckpointError("this part has NaN"))
     with pytest.raises(CheckpointError, match="this part"):
         staged.result()
-    assert told.follower._staged is None
+    assert sender.follower._staged is None
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
 def test_memory_that_one_rank_cannot_have_again_is_taken_by_none(where, monkeypatch):
-    told, mine = Told(CoreDriver()), FakeRunner(FakeWeights(), num_pages=4, page_size=4, vocab_size=8, max_depth=0)
-    cache = RankedCache(mine, told)
-    assert cache.release_memory() == 2 * 8 * 5 * 4 + told.runner.pool.numel() * 8
+    sender = EncodedRanks(CoreDriver())
+    own = FakeRunner(FakeWeights(), num_pages=4, page_size=4, vocab_size=8, max_depth=0)
+    cache = RankedCache(own, sender)
+    assert cache.release_memory() == 2 * 8 * 5 * 4 + sender.runner.pool.numel() * 8
     with monkeypatch.context() as patch:
-        patch.setattr(mine if where == "here" else told.runner, "restore_memory", refused)
+        patch.setattr(own if where == "here" else sender.runner, "restore_memory", refused)
         with pytest.raises(GlmError, match="no memory"):
             cache.restore_memory()
-    assert (mine.is_released, told.runner.is_released) == (True, True)
+    assert (own.is_released, sender.runner.is_released) == (True, True)
     cache.restore_memory()
-    assert (mine.is_released, told.runner.is_released) == (False, False)
+    assert (own.is_released, sender.runner.is_released) == (False, False)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_weights_that_one_rank_cannot_have_again_sleep_as_before(level, monkeypatch):
     """What level 1 keeps on the host is not dropped."""
     driver = CoreDriver()
-    told, mine = Told(driver), FakeWeights()
-    both = RankedWeights(mine, told)
+    sender, own = EncodedRanks(driver), FakeWeights()
+    both = RankedWeights(own, sender)
     both.release(level)
     with monkeypatch.context() as patch:
         patch.setattr(driver.weights, "restore", refused)
         with pytest.raises(GlmError, match="no memory"):
             both.restore()
-    assert (mine.level, driver.weights.level) == (level, level)
+    assert (own.level, driver.weights.level) == (level, level)
     assert both.restore() == (level == 2)
 
 

@@ -65,11 +65,11 @@ def tokens(outputs):
 def assert_same(got, want):
     assert tokens(got) == tokens(want)
     for ours, whole in zip(got, want, strict=True):
-        for mine, known in zip(ours.outputs[0].logprobs, whole.outputs[0].logprobs, strict=True):
-            assert mine.keys() == known.keys()
-            assert all(abs(mine[token].logprob - known[token].logprob) < BUDGET for token in mine)
-        for mine, known in zip((ours.prompt_logprobs or [])[1:], (whole.prompt_logprobs or [])[1:], strict=True):
-            assert all(abs(mine[token].logprob - known[token].logprob) < BUDGET for token in mine)
+        for own, known in zip(ours.outputs[0].logprobs, whole.outputs[0].logprobs, strict=True):
+            assert own.keys() == known.keys()
+            assert all(abs(own[token].logprob - known[token].logprob) < BUDGET for token in own)
+        for own, known in zip((ours.prompt_logprobs or [])[1:], (whole.prompt_logprobs or [])[1:], strict=True):
+            assert all(abs(own[token].logprob - known[token].logprob) < BUDGET for token in own)
 
 
 def ranks_of(llm) -> list[int]:

@@ -47,9 +47,9 @@ def test_a_chunk_that_samples_nothing_is_waited_for(monkeypatch: pytest.MonkeyPa
         logprob_T=on_device(2, dtype=floats),
         tempered_T=on_device(2, dtype=floats),
         rank_T=on_device(2),
-        likeliest_TU=on_device(2, 1),
-        likeliest_logprob_TU=on_device(2, 1, dtype=floats),
-        likeliest_tempered_TU=on_device(2, 1, dtype=floats),
+        top_token_TU=on_device(2, 1),
+        top_logprob_TU=on_device(2, 1, dtype=floats),
+        top_tempered_TU=on_device(2, 1, dtype=floats),
     )
     launched = Launched(
         Pending(

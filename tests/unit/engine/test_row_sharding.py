@@ -50,7 +50,7 @@ def computed(checkpoint, dtype, min_rows, monkeypatch):
         model = load(checkpoint, dtype, shard=group.shard)
         connect(model, group)
         lowered, steps = FusedModel(model, MAX_LEN, group), Steps(model, 2, MAX_LEN)
-        heard, out = lowered.record_routing(), []
+        received, out = lowered.record_routing(), []
         with torch.inference_mode():
             for seed, (rows, whole) in enumerate(PASSES.values()):
                 # With one row of padding, or two, so that ranks divide them.
@@ -60,7 +60,7 @@ def computed(checkpoint, dtype, min_rows, monkeypatch):
                 hidden = lowered.hidden(ids, view)
                 drafted, _ = lowered.draft(ids.roll(-1), hidden, view)
                 out += [hidden[:count], drafted[:count]]
-        return out, [torch.cat(each) for each in heard]
+        return out, [torch.cat(each) for each in received]
 
     return by_threads(RANKS, work)
 
@@ -71,22 +71,22 @@ def test_dealt_rows_are_those_of_the_whole(checkpoint, dtype, monkeypatch):
     dealt = computed(checkpoint, dtype, 1, monkeypatch)
     for got, experts in dealt:
         assert all(torch.equal(one, other) for one, other in zip(got, dealt[0][0], strict=True)), "ranks differ"
-        for mine, want in zip(got, whole[0][0], strict=True):
-            assert torch.equal(mine, want) or (dtype == "float32" and far(mine, want) < BUDGET)
-            assert far(mine * 1.02, want) > BUDGET
+        for own, want in zip(got, whole[0][0], strict=True):
+            assert torch.equal(own, want) or (dtype == "float32" and far(own, want) < BUDGET)
+            assert far(own * 1.02, want) > BUDGET
         assert all(torch.equal(one, want) for one, want in zip(experts, whole[0][1], strict=True))
 
 
 def test_ranks_share_out_the_selection_of_keys(checkpoint, monkeypatch):
-    asked, select_keys = [], KVCache.select_keys
+    requested, select_keys = [], KVCache.select_keys
 
     def noted(self, layer_idx, q_TJI, *given, **opts):
-        asked.append((len(q_TJI), opts["num_shares"]))
+        requested.append((len(q_TJI), opts["num_shares"]))
         return select_keys(self, layer_idx, q_TJI, *given, **opts)
 
     monkeypatch.setattr(KVCache, "select_keys", noted)
     computed(checkpoint, "float32", 1, monkeypatch)
-    assert set(asked) == {(26, RANKS), (3, RANKS)}  # of 52 and 6 rows
+    assert set(requested) == {(26, RANKS), (3, RANKS)}  # of 52 and 6 rows
 
 
 def test_rows_in_int8_are_gathered_with_their_scales():
@@ -94,8 +94,8 @@ def test_rows_in_int8_are_gathered_with_their_scales():
     choice = torch.arange(12, dtype=torch.int32).view(6, 2)
 
     def gather_inputs(group):
-        mine = [each.unflatten(0, (RANKS, -1))[group.shard.rank] for each in (x, choice)]
-        return row_sharding.ShardedRows(group).gather_inputs(Rows(mine[0], quantize(mine[0], "int8")), mine[1])
+        own = [each.unflatten(0, (RANKS, -1))[group.shard.rank] for each in (x, choice)]
+        return row_sharding.ShardedRows(group).gather_inputs(Rows(own[0], quantize(own[0], "int8")), own[1])
 
     for rows, chosen in by_threads(RANKS, gather_inputs):
         assert torch.equal(rows.x_TD, x)

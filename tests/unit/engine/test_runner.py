@@ -155,15 +155,15 @@ def test_log_probabilities_that_are_not_the_models_would_show(model):
     row_W = logprobs_of(model, [3, 4, 5])[-1]
     best = row_W.topk(4)
     token_id, second = best.indices[:2].tolist()
-    told = [(id_, value, value) for id_, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-    right = TokenLogprobs(token_id, told[0][1], told[0][1], 1, told[:2])
+    reported = [(id_, value, value) for id_, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+    right = TokenLogprobs(token_id, reported[0][1], reported[0][1], 1, reported[:2])
     check_logprobs(right, row_W, logit_rounding(model.cfg))
     for wrong in (
         {"logprob": right.logprob + 1e-3},
         {"rank": 2},
-        {"token_id": second, "logprob": told[1][1]},
-        {"likeliest": [told[0], told[2]]},
-        {"likeliest": [told[0], (second, told[1][1] + 1e-3, 0.0)]},
+        {"token_id": second, "logprob": reported[1][1]},
+        {"likeliest": [reported[0], reported[2]]},
+        {"likeliest": [reported[0], (second, reported[1][1] + 1e-3, 0.0)]},
     ):
         with pytest.raises(AssertionError):
             check_logprobs(msgspec.structs.replace(right, **wrong), row_W, logit_rounding(model.cfg))

@@ -71,7 +71,7 @@ def test_few_tokens_of_prompts_beside_those_that_decode():
 
 
 def test_whole_prompts_have_every_other_step_of_their_own():
-    driver = Driver(max_tokens_per_step=10, whole_prompt=6)
+    driver = Driver(max_tokens_per_step=10, full_prompt=6)
     assert rows(driver.step(submit(0, 4), submit(1, 6), submit(2, 5))) == {0: 4, 1: 6}
     assert rows(driver.step()) == {0: 1, 1: 1}
     assert rows(driver.step()) == {2: 5}
@@ -80,7 +80,7 @@ def test_whole_prompts_have_every_other_step_of_their_own():
 
 
 def test_few_tokens_of_prompts_go_beside_those_that_decode():
-    driver = Driver(max_tokens_per_step=20, whole_prompt=8)
+    driver = Driver(max_tokens_per_step=20, full_prompt=8)
     driver.step(submit(0, 4))
     assert rows(driver.step()) == {0: 1}
     assert rows(driver.step(submit(1, 3))) == {0: 1, 1: 3}
@@ -90,7 +90,7 @@ def test_few_tokens_of_prompts_go_beside_those_that_decode():
 
 
 def test_whole_prompts_and_longer_ones_take_turns():
-    driver = Driver(max_tokens_per_step=10, whole_prompt=6)
+    driver = Driver(max_tokens_per_step=10, full_prompt=6)
     assert rows(driver.step(submit(0, 17), submit(1, 6))) == {0: 5, 1: 5}, "the longer one was first"
     assert rows(driver.step(submit(2, 6), submit(3, 2))) == {2: 6, 3: 2}
     assert rows(driver.step(submit(4, 6))) == {0: 5, 1: 1, 2: 1, 3: 1}
@@ -98,7 +98,7 @@ def test_whole_prompts_and_longer_ones_take_turns():
 
 
 def test_whole_prompts_keep_to_what_those_that_decode_bear():
-    driver = Driver(max_tokens_per_step=10, whole_prompt=6, max_prompt_tokens=5)
+    driver = Driver(max_tokens_per_step=10, full_prompt=6, max_prompt_tokens=5)
     driver.step(submit(0, 4))
     driver.step()
     assert rows(driver.step(submit(1, 5), submit(2, 5))) == {1: 5}

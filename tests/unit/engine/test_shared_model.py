@@ -148,13 +148,13 @@ def test_other_weights_are_used_from_the_next_token_on(options, seed):
         rest = list(stream)
     assert (first.version, {delta.version for delta in rest}) == (0, {1})
     tokens = [token for delta in (first, *rest) for token in delta.token_ids]
-    told = torch.tensor([e.logprob for d in (first, *rest) for entry in d.logprobs for e in entry.values()])
+    reported = torch.tensor([e.logprob for d in (first, *rest) for entry in d.logprobs for e in entry.values()])
     own, before = (
         logprobs_of(one, PROMPT + tokens[:-1])[len(PROMPT) - 1 :].gather(1, torch.tensor(tokens)[:, None])[:, 0]
         for one in (model, old)
     )
-    assert (told[1:] - own[1:]).abs().max() < LOGPROB_BUDGET
-    assert (told[:1] - before[:1]).abs().max() < LOGPROB_BUDGET
+    assert (reported[1:] - own[1:]).abs().max() < LOGPROB_BUDGET
+    assert (reported[:1] - before[:1]).abs().max() < LOGPROB_BUDGET
     assert (before[1:] - own[1:]).abs().max() > 100 * LOGPROB_BUDGET
 
 

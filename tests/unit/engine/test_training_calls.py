@@ -80,8 +80,8 @@ def test_tokens_in_tokens_out_with_log_probabilities_and_experts(llm, models):
     first = len(prompt) - 1
     assert largest(logprobs(answer) - own[first:]) < LOGPROB_BUDGET
     assert largest(torch.tensor(answer.tempered_logprobs) - tempered[first:]) < LOGPROB_BUDGET
-    told = torch.tensor([next(iter(entry.values())).logprob for entry in out.prompt_logprobs[1:]])
-    assert largest(told - own[:first]) < LOGPROB_BUDGET
+    reported = torch.tensor([next(iter(entry.values())).logprob for entry in out.prompt_logprobs[1:]])
+    assert largest(reported - own[:first]) < LOGPROB_BUDGET
     assert np.array_equal(answer.routed_experts, experts_of(models[0], whole[:-1]))
     assert answer.weight_versions == [0] * 20
     # An answer that was cut off goes on as if it had not been: what came out goes in, and is never spelled anew.

@@ -106,10 +106,10 @@ def test_hidden_states_and_drafts(model, fused, rows):
         assert typically_far(got, want) < EXACT
         hidden = torch.cat([want, want[:2].flip(0), want[:1]])[: len(ids)]
         want, used = model.draft(ids, hidden, there.view(passes, padding=2))
-        got, mine = fused.draft(ids, hidden, here.view(passes, padding=2))
+        got, own = fused.draft(ids, hidden, here.view(passes, padding=2))
         assert typically_far(got[:-2], want[:-2]) < EXACT
         again, _ = model.draft(ids, hidden, there.view(passes, padding=2), used)
-        got, _ = fused.draft(ids, hidden, here.view(passes, padding=2), mine)
+        got, _ = fused.draft(ids, hidden, here.view(passes, padding=2), own)
         assert typically_far(got[:-2], again[:-2]) < EXACT
     assert typically_far(fused.logits(want), model.head(want)) == 0
 
@@ -128,14 +128,14 @@ def test_whole_prompts_expand_keys(model, fused):
 @torch.inference_mode()
 def test_attention_rule(model, fused):
     """The layer's attention alone, also with keys that are given."""
-    layer, mine = model.model.layers[0].self_attn, fused.layers[0].attention
+    layer, own = model.model.layers[0].self_attn, fused.layers[0].attention
     there, here = Steps(model, 1, MAX_LEN), Steps(model, 1, MAX_LEN)
     x_TD = torch.randn(40, model.cfg.hidden_size, generator=torch.Generator().manual_seed(3))
     for given in (None, Selection(torch.arange(8).int().repeat(40, 1))):
         view, other = there.view([(0, 0, 40)]), here.view([(0, 0, 40)])
         rope = model._rope(view)
         want, chosen = layer(x_TD, rope, view, given)
-        got, picked = mine(Rows(x_TD), rope, other, given, ReplicatedRows(ALONE))
+        got, picked = own(Rows(x_TD), rope, other, given, ReplicatedRows(ALONE))
         assert typically_far(got, want) < EXACT
         assert torch.equal(chosen.keys_TK, picked.keys_TK)
 
@@ -144,8 +144,8 @@ def test_attention_rule(model, fused):
 def test_mlp_rules(model, fused):
     x_TD = torch.randn(20, model.cfg.hidden_size, generator=torch.Generator().manual_seed(4))
     view = Steps(model, 1, MAX_LEN).view([(0, 0, 20)])
-    for layer, mine in zip(model.model.layers, fused.layers, strict=True):
-        assert typically_far(mine.mlp(Rows(x_TD), view, ReplicatedRows(ALONE)), layer.mlp(x_TD)) < EXACT
+    for layer, own in zip(model.model.layers, fused.layers, strict=True):
+        assert typically_far(own.mlp(Rows(x_TD), view, ReplicatedRows(ALONE)), layer.mlp(x_TD)) < EXACT
 
 
 @pytest.mark.parametrize("num_tokens", [1, 20])

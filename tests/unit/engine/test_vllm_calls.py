@@ -43,7 +43,7 @@ def scripted(monkeypatch):
     return make
 
 
-def asked(llm):
+def requested(llm):
     return [ask.prompt_ids for ask in llm.core.asks]
 
 
@@ -105,7 +105,7 @@ def test_odd_calls_are_refused_by_name(scripted, call, message):
     llm = scripted(tiny_tokenizer())
     with pytest.raises(RequestError, match=message):
         call(llm)
-    assert not llm.core.heard
+    assert not llm.core.received
 
 
 def test_without_a_tokenizer_there_is_no_chat(scripted):
@@ -124,7 +124,7 @@ def test_arrays_are_prompts(scripted, prompts):
     llm = scripted()
     assert llm.generate(prompts, PLAIN, use_tqdm=False)[0].prompt_token_ids == [5, 6]
     next(llm.stream(prompts[0] if isinstance(prompts, list) and len(prompts) == 1 else [5, 6], PLAIN))
-    assert asked(llm) == [[5, 6]] * 2
+    assert requested(llm) == [[5, 6]] * 2
 
 
 def test_token_ids_by_their_older_name(scripted):

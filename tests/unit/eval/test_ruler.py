@@ -28,14 +28,14 @@ def scores_of(answer, tasks=TASKS, lengths=(700, 900)):
 
 
 def test_right_answers_score():
-    assert {score.accuracy for score in scores_of(lambda asked: [each.sample.answer for each in asked])} == {1.0}
-    assert {score.accuracy for score in scores_of(lambda asked: ["no" for _ in asked])} == {0.0}
+    assert {score.accuracy for score in scores_of(lambda items: [each.sample.answer for each in items])} == {1.0}
+    assert {score.accuracy for score in scores_of(lambda items: ["no" for _ in items])} == {0.0}
 
 
 def test_parts_of_answers_score_in_part_and_with_an_error():
-    (some,) = scores_of(lambda asked: [each.sample.answers[0] for each in asked], ("niah_multiquery",), (900,))
+    (some,) = scores_of(lambda items: [each.sample.answers[0] for each in items], ("niah_multiquery",), (900,))
     assert (some.accuracy, some.error) == (0.25, 0.0)
-    (one,) = scores_of(lambda asked: [asked[0].sample.answer, "", ""], ("niah_multiquery",), (900,))
+    (one,) = scores_of(lambda items: [items[0].sample.answer, "", ""], ("niah_multiquery",), (900,))
     assert one.accuracy == pytest.approx(1 / 3)
     assert one.error == pytest.approx(1 / 3)
 
@@ -49,7 +49,7 @@ def test_samples_fill_their_length_and_end():
 
 
 def test_a_task_that_does_not_fit_is_left_out(caplog):
-    found = scores_of(lambda asked: [each.sample.answer for each in asked], ("vt", "niah_multiquery"), (500, 900))
+    found = scores_of(lambda items: [each.sample.answer for each in items], ("vt", "niah_multiquery"), (500, 900))
     assert "left out: task niah_multiquery needs at least" in caplog.text
     assert table(found).splitlines() == [
         "task               500    900",

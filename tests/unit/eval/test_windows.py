@@ -8,7 +8,7 @@ from glm5.checkpoint.load import load
 from glm5.cli.main import main
 from glm5.config.presets import preset
 from glm5.config.step import WindowConfig
-from glm5.eval.ruler import Asked, make
+from glm5.eval.ruler import Question, make
 from glm5.eval.sliding_window import by_windows, find_pattern
 from glm5.model.packed import PackedView
 from tests.support.tokenizers import tiny_tokenizer
@@ -43,10 +43,10 @@ def test_a_window_over_everything_says_what_greedy_decoding_does(model):
     tokenizer = tiny_tokenizer()
     samples = make(tokenizer, "niah_single_1", LENGTH, range(3))
     answers = [greedy(model, each.prompt_ids, 6) for each in samples]
-    asked = [Asked(each.sample, each.prompt_ids, ids) for each, ids in zip(samples, answers, strict=True)]
-    said = by_windows(model, tokenizer, WindowConfig(size=2 * LENGTH, pattern="S"))(asked)
+    items = [Question(each.sample, each.prompt_ids, ids) for each, ids in zip(samples, answers, strict=True)]
+    said = by_windows(model, tokenizer, WindowConfig(size=2 * LENGTH, pattern="S"))(items)
     assert said == [tokenizer.decode(ids, skip_special=True) for ids in answers]
-    near = by_windows(model, tokenizer, WindowConfig(size=4, pattern="S"))(asked)
+    near = by_windows(model, tokenizer, WindowConfig(size=4, pattern="S"))(items)
     assert near != said
 
 

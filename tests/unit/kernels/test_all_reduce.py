@@ -47,7 +47,7 @@ def _widened(quantized):
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kernels_with_one_rank(dtype, seed):
-    from glm5.kernels.all_reduce.triton import fits, gather, one_shot, two_shots
+    from glm5.kernels.all_reduce.triton import fits, gather, one_shot, two_shot
 
     generator = torch.Generator().manual_seed(seed)
     memory, buffer = buffers()
@@ -55,10 +55,10 @@ def test_kernels_with_one_rank(dtype, seed):
         x, residual = (torch.randn(num_rows, width, generator=generator).to(dtype) for _ in range(2))
         x[0, 1], x[0, 2] = -0.0, 0.0
         weight = torch.randn(width, generator=generator).to(dtype)
-        assert fits(buffer, x, num_rows, two_shots=True)
-        assert fits(buffer, x, num_rows, two_shots=False)
+        assert fits(buffer, x, num_rows, two_shot=True)
+        assert fits(buffer, x, num_rows, two_shot=False)
         want, total = add_rms_norm(x, residual, weight, 1e-5, impl="reference")
-        for kernel in (lambda *a: one_shot(*a, splits=1), lambda *a: two_shots(*a, programs=1)):
+        for kernel in (lambda *a: one_shot(*a, splits=1), lambda *a: two_shot(*a, programs=1)):
             assert torch.equal(kernel(buffer, x)[0], x)
             out, added = kernel(buffer, x, (residual, weight, 1e-5))
             assert torch.equal(added, total)
@@ -71,31 +71,31 @@ def test_kernels_with_one_rank(dtype, seed):
     again = torch.zeros(1, 136, dtype=FP8), torch.zeros(2, 1).T
     one_shot(buffer, x[:1], (residual[:1], weight, 1e-5), splits=1, quantized=again)
     quantized = torch.zeros(3, 136, dtype=FP8), torch.zeros(2, 3).T
-    out, added = two_shots(buffer, x, (residual, weight, 1e-5), programs=1, max_rows=2, quantized=quantized)
+    out, added = two_shot(buffer, x, (residual, weight, 1e-5), programs=1, max_rows=2, quantized=quantized)
     assert torch.equal(added, total)
     assert rel_rms(out, want.double()) < BETWEEN_NORMS[dtype]
     assert rel_rms(_widened(quantized), out.double()) < E4M3
     assert torch.equal(again[1], quantized[1][:1])
     assert torch.equal(again[0].view(torch.uint8), quantized[0][:1].view(torch.uint8))
     tokens = empty_codes(3, 136, "int8", x.device)
-    two_shots(buffer, x, (residual, weight, 1e-5), programs=1, max_rows=2, quantized=tokens)
-    assert all(torch.equal(mine, right) for mine, right in zip(tokens, token_quant(out, "int8"), strict=True))
+    two_shot(buffer, x, (residual, weight, 1e-5), programs=1, max_rows=2, quantized=tokens)
+    assert all(torch.equal(own, right) for own, right in zip(tokens, token_quant(out, "int8"), strict=True))
 
     assert buffer.state[:2].tolist() == [(4 * 6 + 5) % 3, 0]
     assert int((memory != memory[-1]).sum()) > 0  # the last buffer is emptied by the next call
-    assert not fits(buffer, torch.empty(40, 1288), 40, two_shots=True)
-    assert not fits(buffer, torch.empty(2, 9), 2, two_shots=False)
+    assert not fits(buffer, torch.empty(40, 1288), 40, two_shot=True)
+    assert not fits(buffer, torch.empty(2, 9), 2, two_shot=False)
     assert gather(buffer, torch.empty(1 << 20)) is None
 
 
 @interpreted
 def test_buffers_take_turns_for_ever():
     """A number of calls would not fit into 32 bits after two days."""
-    from glm5.kernels.all_reduce.triton import gather, one_shot, two_shots
+    from glm5.kernels.all_reduce.triton import gather, one_shot, two_shot
 
     _, buffer = buffers()
     x, turns = torch.ones(1, 24, dtype=torch.float16), []
-    for way in (one_shot, two_shots, one_shot, two_shots):
+    for way in (one_shot, two_shot, one_shot, two_shot):
         way(buffer, x, **{"splits": 1} if way is one_shot else {"programs": 1})
         turns.append(int(buffer.state[0]))
     gather(buffer, x)

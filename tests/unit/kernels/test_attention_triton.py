@@ -159,7 +159,7 @@ def test_best_keys(T, S, k, levels, groups, gen, monkeypatch):
     from glm5.kernels.top_k import triton
 
     monkeypatch.setattr(triton, "_RUN", 16)  # several runs
-    monkeypatch.setattr(triton, "_STRETCH", 32)  # several stretches
+    monkeypatch.setattr(triton, "_CHUNK", 32)  # several chunks
     score = (torch.randint(levels, (T, S), generator=gen) - levels // 2).float()
     score[torch.rand(T, S, generator=gen) < 0.2] = -math.inf
     longest = {"longest": 8} if groups else {}

@@ -27,20 +27,20 @@ PROGRAM = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from glm5.kernels.compile_ahead import Compilers
-from glm5.kernels.compile_worker import Wanted
+from glm5.kernels.compile_worker import CompileJob
 from a_kernel import twice
 
 target = GPUTarget("cuda", 90, 32)
 options = dict(make_backend(target).parse_options({}).__dict__)
 types = {"x_ptr": "*fp32", "n": "i32", "B": "constexpr"}
-wanted = [Wanted(twice, types, {(2,): block}, {}, options, target) for block in (32, 64, 128)]
+wanted = [CompileJob(twice, types, {(2,): block}, {}, options, target) for block in (32, 64, 128)]
 with Compilers(2) as compilers:
     for _ in range(2):
         done = []
         compilers.compile(wanted, done.append)
         assert done == [1, 2, 3], done
     try:
-        compilers.compile([Wanted(twice, types | {"x_ptr": "fp32"}, {(2,): 32}, {}, options, target)], done.append)
+        compilers.compile([CompileJob(twice, types | {"x_ptr": "fp32"}, {(2,): 32}, {}, options, target)], done.append)
     except Exception as error:
         assert "could not be compiled" in str(error), error
     else:

@@ -75,11 +75,11 @@ def test_norms(T, D, dtype, gen):
     for g, w in zip(add_rms_norm(x, residual, weight, 1e-5, impl="triton"), got[:2], strict=True):
         assert torch.equal(g, w)
     *both, codes, scale = add_rms_norm_quantized(x, residual, weight, 1e-5, "int8", impl="triton")
-    for mine, right in zip((*both, codes, scale), (*got[:2], *token_quant(got[0], "int8")), strict=True):
-        assert mine.dtype == right.dtype
-        assert torch.equal(mine, right)
+    for own, right in zip((*both, codes, scale), (*got[:2], *token_quant(got[0], "int8")), strict=True):
+        assert own.dtype == right.dtype
+        assert torch.equal(own, right)
     want = add_rms_norm_quantized(x, residual, weight, 1e-5, "int8", impl="reference")
-    assert all(torch.equal(mine, right) for mine, right in zip(want[2:], token_quant(want[0], "int8"), strict=True))
+    assert all(torch.equal(own, right) for own, right in zip(want[2:], token_quant(want[0], "int8"), strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,9 +92,9 @@ def test_gated_unit(G, F, dtype, gen):
         out, codes, scale = swiglu_quantized(gate_up, kind, impl="triton")
         assert rel_rms(out, want) < ROUNDED[dtype]
         assert torch.equal(out, swiglu(gate_up, impl="triton"))
-        for mine, right in zip((codes, scale), quantize(out, kind), strict=True):
-            assert mine.dtype == right.dtype
-            assert torch.equal(mine.float(), right.float())
+        for own, right in zip((codes, scale), quantize(out, kind), strict=True):
+            assert own.dtype == right.dtype
+            assert torch.equal(own.float(), right.float())
         out, *of_reference = swiglu_quantized(gate_up, kind, impl="reference")
         assert all(map(torch.equal, (out, *of_reference), (swiglu(gate_up, impl="reference"), *quantize(out, kind))))
     assert not G or rel_rms(1.01 * out, want) > 10 * ROUNDED[dtype]  # the control

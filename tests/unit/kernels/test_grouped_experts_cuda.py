@@ -47,10 +47,10 @@ def test_agrees_with_the_reference(on_cpu, gen, T):
     case = make_experts(T, 5, 2, 512, 256, gen).to("cpu", torch.bfloat16)
     case.expert[: T // 2 + 25] = torch.tensor([2, 3])  # tiles of all sizes
     shared, x = case.shared if T == 70 else None, case.x.double()
-    terms = cuda.weighted_outputs(act_quant(case.x), case.gate_up, case.down, case.weight, case.expert.int(), shared)
-    assert terms.places is not None
-    got = terms.y[terms.places.view(T, 2).long()].double().sum(1)
-    got = got if shared is None else got + terms.y[2 * T :].double()
+    outputs = cuda.weighted_outputs(act_quant(case.x), case.gate_up, case.down, case.weight, case.expert.int(), shared)
+    assert outputs.places is not None
+    got = outputs.y[outputs.places.view(T, 2).long()].double().sum(1)
+    got = got if shared is None else got + outputs.y[2 * T :].double()
     assert rel_rms(got, grouped_experts(x, *case[1:5], shared=shared, impl="reference")) < BUDGET
     case.down.scale[int(case.expert[0, 0])] *= 1.5
     assert rel_rms(got, grouped_experts(x, *case[1:5], shared=shared, impl="reference")) > BUDGET
@@ -60,9 +60,9 @@ def test_agrees_with_the_reference(on_cpu, gen, T):
 def test_waits_for_a_tile_that_another_program_is_still_with(on_cpu, gen):
     case = make_experts(20, 2, 1, 512, 384, gen).to("cpu", torch.bfloat16)
     case.expert[:] = 1  # three tasks of h, of which one program does two
-    terms = cuda.weighted_outputs(act_quant(case.x), case.gate_up, case.down, case.weight, case.expert.int(), None)
+    outputs = cuda.weighted_outputs(act_quant(case.x), case.gate_up, case.down, case.weight, case.expert.int(), None)
     want = grouped_experts(case.x.double(), *case[1:5], impl="reference")
-    assert rel_rms(terms.y[:20].double(), want) < BUDGET
+    assert rel_rms(outputs.y[:20].double(), want) < BUDGET
 
 
 @pytest.mark.compiler

@@ -45,9 +45,9 @@ def test_rows_are_stored_as_the_definition_stores_them(width, kind, gen):
     if DEVICE == "cpu":
         here = make_pool(kind, width, gen, torch.float32)
         parts = zip(here, pool, strict=True) if isinstance(pool, tuple) else [(here, pool)]
-        for mine, its in parts:
-            if isinstance(mine, torch.Tensor):
-                mine.copy_(its)
+        for own, its in parts:
+            if isinstance(own, torch.Tensor):
+                own.copy_(its)
     store_rows(here, slots.to(DEVICE), rows.to(DEVICE), impl="triton")
     store_rows(there, slots, rows, impl="reference")
     if isinstance(there, Fp8Latents):
@@ -98,15 +98,15 @@ def test_one_launch_is_the_same(kind, dtype, index, gen, seed):
     got_case = *got_case[:5], on_device(got_case[5]), on_device(got_case[6])
     plain = [PlainLatents(*(torch.empty(T, n, dtype=dtype, device=d) for n in (C, R))) for d in ("cpu", DEVICE)]
     want, got = run(want_case, index, "reference", plain=plain[0]), run(got_case, index, "triton", DEVICE, plain[1])
-    for mine, its in zip((*got, *plain[1]), (*want, *plain[0]), strict=True):
-        assert rel_rms(mine.cpu().double(), its.double()) < BUDGET
+    for own, its in zip((*got, *plain[1]), (*want, *plain[0]), strict=True):
+        assert rel_rms(own.cpu().double(), its.double()) < BUDGET
     for place in (5, 6):
-        its, mine = (
+        its, own = (
             read_pages(pool, torch.arange(P, device=d)).cpu()
             for pool, d in ((want_case[place], "cpu"), (got_case[place], DEVICE))
         )
         seen = its.isfinite()
-        assert rel_rms(mine[seen], its[seen]) < (FP8_BUDGET if kind == "fp8" else BUDGET)
+        assert rel_rms(own[seen], its[seen]) < (FP8_BUDGET if kind == "fp8" else BUDGET)
     qkv, _, weights, *_ = want_case
     wrong = rms_norm(qkv[:, :Q], 1.01 * weights[0], EPS)  # the control
     assert rel_rms(wrong, want[0]) > 10 * BUDGET
@@ -118,8 +118,8 @@ def test_without_quantization(gen):
     where = *table, slots, latents, extra
     q = mla_keys(qkv, weights[0], weights[1], EPS, *where, impl="reference")
     data, scale = act_quant(q)
-    for mine, its in zip(mla_keys_quantized(qkv, weights[0], weights[1], EPS, *where), (q, data, scale), strict=True):
-        assert torch.equal(mine.float(), its.float())
+    for own, its in zip(mla_keys_quantized(qkv, weights[0], weights[1], EPS, *where), (q, data, scale), strict=True):
+        assert torch.equal(own.float(), its.float())
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
@@ -129,9 +129,9 @@ def test_codes_of_the_query_latent(impl, kind, gen):
     qkv[1] = 0
     given = *(w.to(DEVICE) for w in weights[:2]), EPS, *(t.to(DEVICE) for t in table), slots.to(DEVICE)
     got = mla_keys_quantized(qkv.to(DEVICE), *given, on_device(latents), None, kind, impl=impl)
-    for mine, right in zip(got[1:], quantize(got[0], kind), strict=True):
-        assert mine.dtype == right.dtype
-        assert torch.equal(mine.float(), right.float())
+    for own, right in zip(got[1:], quantize(got[0], kind), strict=True):
+        assert own.dtype == right.dtype
+        assert torch.equal(own.float(), right.float())
 
 
 def test_unknown_implementation(gen):

@@ -65,8 +65,8 @@ def test_quantized(impl, gen):
     at = [x.to(DEVICE) for x in (*case, first)]
     out, codes, scale = prompt_attention_quantized(*at, scale=SCALE, impl=impl)
     assert torch.equal(out, prompt_attention(*at, scale=SCALE, impl=impl)[0].flatten(1))
-    for mine, want in zip((codes, scale), act_quant(out), strict=True):
-        assert torch.equal(mine.float(), want.float())
+    for own, want in zip((codes, scale), act_quant(out), strict=True):
+        assert torch.equal(own.float(), want.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

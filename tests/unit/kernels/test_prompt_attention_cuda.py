@@ -27,7 +27,7 @@ def make_case(lengths: list[int], padding: int, num_heads: int, gen: torch.Gener
 @pytest.mark.parametrize(("lengths", "padding"), [([1], 0), ([270], 0), ([100, 3, 130], 20)], ids=str)
 def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, lengths, padding, shares):
     """Rings that are used again, requests that begin inside a tile, padding rows, a last tile of few rows."""
-    given = {"SHARES": shares, "BESIDE": cuda._BESIDE}
+    given = {"SHARES": shares, "SHARED_STORAGE": cuda._SHARED_STORAGE}
     kernels = {
         quantize: build(cuda.SOURCE, tmp_path, "attend_prompt", given | {"QUANTIZE": int(quantize)}, "prompt_on_cpu.h")
         for quantize in (False, True)

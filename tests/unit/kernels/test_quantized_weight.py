@@ -173,12 +173,12 @@ def test_linear_in_triton_takes_what_was_measured(gen, monkeypatch):
     from glm5.kernels.quantized_linear import tiling
     from glm5.kernels.quantized_linear import triton as op
 
-    asked, guessed = [], []
+    requested, guessed = [], []
     x, weight = torch.randn(18, 256, generator=gen), random_quantized(gen, WeightFormat("int8", None, "int8"), 70, 256)
 
     def find(kind, *what):
-        asked.append(what)
-        return kind(block_o=16, block_t=32, block_k=64, cluster=2 * (len(asked) > 1))
+        requested.append(what)
+        return kind(block_o=16, block_t=32, block_k=64, cluster=2 * (len(requested) > 1))
 
     def guess(*given):
         guessed.append(given)
@@ -187,7 +187,7 @@ def test_linear_in_triton_takes_what_was_measured(gen, monkeypatch):
     monkeypatch.setattr(tiling.tuned, "find", find)
     monkeypatch.setattr(op, "tiling_for", guess)
     assert rel_rms(quantized_linear(x, weight, impl="triton"), quantized_linear(x, weight)) < BUDGET
-    assert asked == [("quantized_linear", "w8a8 O=70 D=256", 18, torch.device("cpu"))]
+    assert requested == [("quantized_linear", "w8a8 O=70 D=256", 18, torch.device("cpu"))]
     assert not guessed
     # Where CUDA C++ was faster there is no tiling for Triton.
     assert rel_rms(quantized_linear(x, weight, impl="triton"), quantized_linear(x, weight)) < BUDGET

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from glm5.kernels.rope import rope, rope_table, rope_turn
+from glm5.kernels.rope import freqs_cis, rope, rope_table
 from glm5.testing.numerics import rel_rms
 
 THETA = 10000.0
@@ -114,5 +114,5 @@ def test_without_a_gradient_and_with_the_turn_at_hand_the_bits_are_the_same(shap
     x, table = torch.randn(shape, generator=gen), rope_table(POSITIONS, 16, THETA, torch.float32)
     want = rope(x, *table)
     with torch.inference_mode():
-        assert torch.equal(rope(x, *table, rope_turn(*table)), want)
-    assert rope_turn(*rope_table(POSITIONS, 16, THETA, torch.bfloat16)) is None
+        assert torch.equal(rope(x, *table, freqs_cis(*table)), want)
+    assert freqs_cis(*rope_table(POSITIONS, 16, THETA, torch.bfloat16)) is None

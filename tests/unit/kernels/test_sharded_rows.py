@@ -28,7 +28,7 @@ def _parts(ranks, call):
     return parts, torch.randn(ROWS, WIDTH, generator=gen).to(DTYPE), torch.randn(WIDTH, generator=gen).to(DTYPE)
 
 
-def _terms(ranks, call, has_shared):
+def _expert_outputs(ranks, call, has_shared):
     """Of three choices, and for each rank's token the shared expert's."""
     gen = torch.Generator().manual_seed(100 + call)
     y = torch.randn(ranks, ROWS * 3 + ROWS, WIDTH, generator=gen).to(DTYPE)
@@ -36,13 +36,13 @@ def _terms(ranks, call, has_shared):
     return [ExpertOutputs(each, ROWS, 3, has_shared) for each in y]
 
 
-def _sum_of(terms):
+def _sum_of(outputs):
     """As `ExpertOutputs.summed`, whose kernel adds in the same order."""
-    total = torch.zeros(terms.shape, dtype=torch.float32)
-    chosen = terms.y[: 3 * ROWS].view(ROWS, 3, WIDTH)
+    total = torch.zeros(outputs.shape, dtype=torch.float32)
+    chosen = outputs.y[: 3 * ROWS].view(ROWS, 3, WIDTH)
     for a in range(3):
         total += chosen[:, a].float()
-    return (total + terms.y[3 * ROWS :].float() if terms.has_shared else total).to(DTYPE)
+    return (total + outputs.y[3 * ROWS :].float() if outputs.has_shared else total).to(DTYPE)
 
 
 def _beside(ranks, call):
@@ -64,7 +64,7 @@ def _sends(memory):
         shares = y.unflatten(0, (len(memory), -1))
         from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS
 
-        slot = int(to.turn[0])
+        slot = int(to.slot_index[0])
         for owner, each in enumerate(memory):
             if owner != to.rank:
                 place = each.view(NUM_BUFFERS, -1)[slot].view(DTYPE)[to.rank * shares[0].numel() :]
@@ -86,7 +86,7 @@ def _product(rank, ranks, call):
 def work(rank, _port, ranks, folder, calls):
     """What one rank gets in several calls, of parts that fit at once and that do not, between calls of other kinds."""
     from glm5.kernels.all_reduce import triton_sharded
-    from glm5.kernels.all_reduce.triton import one_shot, two_shots
+    from glm5.kernels.all_reduce.triton import one_shot, two_shot
     from glm5.kernels.all_reduce.triton_buffers import NUM_BUFFERS, Buffers, empty_state
     from glm5.kernels.all_reduce.triton_sharded import add_rms_norm_sharded as run
     from glm5.kernels.all_reduce.triton_sharded import gather
@@ -105,20 +105,20 @@ def work(rank, _port, ranks, folder, calls):
         quantized = torch.zeros(ROWS // ranks, WIDTH, dtype=FP8), torch.zeros(2, ROWS // ranks).T
         norm = residual[share], weight, EPS
         both = run(buffers, parts[rank], norm, quantized if call % 2 else None, max_rows=ranks if call == 2 else None)
-        terms, max_rows = _terms(ranks, call, call != 1), ranks if call == 1 else None
-        of_terms = run(buffers, terms[rank], norm, max_rows=max_rows)
-        of_sums = run(buffers, _sum_of(terms[rank]), norm, max_rows=max_rows)
-        assert all(torch.equal(*pair) for pair in zip(of_terms, of_sums, strict=True)), "added up on their way"
+        outputs, max_rows = _expert_outputs(ranks, call, call != 1), ranks if call == 1 else None
+        of_outputs = run(buffers, outputs[rank], norm, max_rows=max_rows)
+        of_sums = run(buffers, _sum_of(outputs[rank]), norm, max_rows=max_rows)
+        assert all(torch.equal(*pair) for pair in zip(of_outputs, of_sums, strict=True)), "added up on their way"
         order = torch.randperm(3 * ROWS, generator=torch.Generator().manual_seed(call))
-        moved = ExpertOutputs(terms[rank].y.clone(), ROWS, 3, terms[rank].has_shared, order.argsort().int())
-        moved.y[: 3 * ROWS] = terms[rank].y[order]
+        moved = ExpertOutputs(outputs[rank].y.clone(), ROWS, 3, outputs[rank].has_shared, order.argsort().int())
+        moved.y[: 3 * ROWS] = outputs[rank].y[order]
         of_moved = run(buffers, moved, norm, max_rows=max_rows)
         assert all(torch.equal(*pair) for pair in zip(of_moved, of_sums, strict=True)), "in another order"
-        of_all = [two_shots(buffers, part, programs=1)[0] for part in (_sum_of(terms[rank]), terms[rank], moved)]
+        of_all = [two_shot(buffers, part, programs=1)[0] for part in (_sum_of(outputs[rank]), outputs[rank], moved)]
         assert all(torch.equal(each, of_all[0]) for each in of_all[1:]), "in two shots"
         for kind in (None, "blocks", "int8"):
-            asked = residual, weight, EPS
-            ways = [group.add_rms_norm(part, *asked, quantize=kind) for part in (_sum_of(terms[rank]), moved)]
+            requested = residual, weight, EPS
+            ways = [group.add_rms_norm(part, *requested, quantize=kind) for part in (_sum_of(outputs[rank]), moved)]
             assert all(torch.equal(*pair) for pair in zip(ways[0][:2], ways[1][:2], strict=True)), "all rows"
             assert all((way[2] is None) == (kind is None) for way in ways)
             if kind is not None:
@@ -127,10 +127,10 @@ def work(rank, _port, ranks, folder, calls):
                 wide = data.double() * _of_each_value(scale.double())
                 assert rel_rms(wide, ways[1][0].double()) < E4M3
         assert torch.equal(group.all_gather(parts[rank]), parts)
-        wrong = ExpertOutputs(terms[rank].y.roll(1, 0), ROWS, 3, terms[rank].has_shared)
+        wrong = ExpertOutputs(outputs[rank].y.roll(1, 0), ROWS, 3, outputs[rank].has_shared)
         assert not torch.equal(run(buffers, wrong, norm)[1], of_sums[1])
         for _ in range(call):
-            assert torch.equal(two_shots(buffers, parts[rank], programs=1)[0], all_reduce_reference(parts))
+            assert torch.equal(two_shot(buffers, parts[rank], programs=1)[0], all_reduce_reference(parts))
         few = one_shot(buffers, parts[rank][:1], splits=1)[0]
         assert torch.equal(few, all_reduce_reference(parts[:, :1]))
         product, rows = _product(rank, ranks, call), residual.repeat(SENT, 1)[:SENT]

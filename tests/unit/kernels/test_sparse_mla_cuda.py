@@ -43,7 +43,7 @@ def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, is_fp8, H, shares
     monkeypatch.setattr(cuda, "num_shares", lambda *given: shares)
     monkeypatch.setattr(cuda.triton_support, "multiprocessors", lambda _device: 1)
     if is_fp8:
-        constants = {"H": H, "Z": Z, "STAGES": 2, "BESIDE": cuda._beside_bytes(H, 2)}
+        constants = {"H": H, "Z": Z, "STAGES": 2, "SHARED_STORAGE": cuda._storage_bytes(H, 2)}
         kernel = build(cuda.FP8_SOURCE, tmp_path, "attend_fp8", constants, "attend_on_cpu.h")
         monkeypatch.setattr(cuda, "_fp8_kernel", lambda *given: (kernel, []))
     else:

@@ -8,7 +8,7 @@ from glm5.kernels.ssz import ssz
 from tests.support.interpreter import interpreted
 from tests.support.weights import laplace
 
-OPTS = {"quant_min": -8.0, "quant_max": 7.0, "starts": (1.0, 0.8, 0.6, 0.45, 0.3), "steps": 2, "polish": 3}
+OPTS = {"quant_min": -8.0, "quant_max": 7.0, "starts": (1.0, 0.8, 0.6, 0.45, 0.3), "steps": 2, "refine": 3}
 # (B, O, G, I): one row, many groups, a ragged last program, widths that are no power of two.
 SHAPES = [(1, 1, 1, 5), (2, 3, 4, 32), (3, 5, 1, 300), (1, 67, 2, 128)]
 SAME_CODES = 0.9999

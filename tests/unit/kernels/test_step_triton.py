@@ -27,9 +27,9 @@ def test_where_rows_are(gen, tables, count):
     offset, live = (torch.randint(0, high, (count,), generator=gen) for high in (6, 3))
     rows = [each.to(DEVICE) for each in (slot, start, offset, live)]
     got, want = (step_rows(*rows, *tables, page_size=Z, dump_page=DUMP, impl=impl) for impl in ("triton", "reference"))
-    for mine, right in zip(got, want, strict=True):
-        assert mine.dtype == right.dtype
-        assert torch.equal(mine, right)
+    for own, right in zip(got, want, strict=True):
+        assert own.dtype == right.dtype
+        assert torch.equal(own, right)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -44,18 +44,18 @@ def test_what_a_step_comes_to(gen, tables, depth):
     token_R[: depth + 1][:-1] = drafts_Y[0]  # all of the first slot's stand
     sampling_slot_B = torch.tensor([2, 0, 3, S - 1], device=DEVICE)
     position_R = tables[0][slot_R] + offset_R
-    told = []
+    reported = []
     for impl in ("triton", "reference"):
         len_Y, token_YS = tables[0].clone(), tables[1].clone()
         out = CommittedTokens(*(torch.full(size, -9, device=DEVICE) for size in ((4, depth + 1), (4,), (4, depth))))
         commit_tokens(token_R, slot_R, offset_R, position_R, drafts_Y, sampling_slot_B, token_YS, len_Y, out, impl=impl)
-        told.append([*(part[:3] for part in out), len_Y, token_YS[:-1], out.count_B])
-    for mine, right in zip(*told, strict=True):
-        assert torch.equal(mine, right)
+        reported.append([*(part[:3] for part in out), len_Y, token_YS[:-1], out.count_B])
+    for own, right in zip(*reported, strict=True):
+        assert torch.equal(own, right)
     accepted = accept_on_device(token_R, slot_R, offset_R, drafts_Y)
-    assert torch.equal(told[0][1], accepted.count_Y[sampling_slot_B][:3])
-    assert told[0][1][1] == depth + 1
-    assert told[0][-1][3] == 0
+    assert torch.equal(reported[0][1], accepted.count_Y[sampling_slot_B][:3])
+    assert reported[0][1][1] == depth + 1
+    assert reported[0][-1][3] == 0
 
 
 @pytest.mark.parametrize("width", [5, 4096, 9000])

@@ -34,9 +34,9 @@ def test_every_query_that_sees_a_key_is_in_one_tile(name, num_heads, gen):
         seen += queries
         assert len(queries) == tile.length * len(tile.rows)
         for g, (row, end) in enumerate(zip(tile.rows, tile.ends, strict=True)):
-            mine = queries[g * tile.length : (g + 1) * tile.length]
-            assert where.row_T[mine].tolist() == [row] * tile.length
-            assert end == where.end_T[mine].max() > 0
+            own = queries[g * tile.length : (g + 1) * tile.length]
+            assert where.row_T[own].tolist() == [row] * tile.length
+            assert end == where.end_T[own].max() > 0
     blind = where.end_T == 0
     assert seen == sorted(set(seen))
     assert blind[sorted(set(range(where.num_queries)) - set(seen))].all()

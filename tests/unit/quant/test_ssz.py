@@ -102,10 +102,10 @@ def test_a_batch_of_experts_is_a_loop_bit_for_bit(grid, weighted, seed, monkeypa
 def test_more_steps_and_more_starts_never_hurt(seed):
     w = laplace(torch.Generator().manual_seed(seed), 16, 512).double()
     ladder = [
-        ssz(w, INT4_CHANNEL, starts=(1.0,), steps=1, polish=0),
-        ssz(w, INT4_CHANNEL, starts=(1.0,), steps=3, polish=0),
-        ssz(w, INT4_CHANNEL, starts=(1.0,), steps=3, polish=50),
-        ssz(w, INT4_CHANNEL, polish=50),
+        ssz(w, INT4_CHANNEL, starts=(1.0,), steps=1, refine=0),
+        ssz(w, INT4_CHANNEL, starts=(1.0,), steps=3, refine=0),
+        ssz(w, INT4_CHANNEL, starts=(1.0,), steps=3, refine=50),
+        ssz(w, INT4_CHANNEL, refine=50),
     ]
     wrong = [(quantize(w, INT4_CHANNEL, s).dequantize(torch.float64) - w).square().sum(-1) for s in ladder[:3]]
     assert all((b <= a * (1 + 1e-12)).all() for a, b in pairwise(wrong))

@@ -13,7 +13,7 @@ from glm5.checkpoint.load import load
 from glm5.common.errors import ConfigError
 from glm5.config.quantize import LadderConfig
 from glm5.quant.qat import KEY
-from glm5.quantize.ladder import Example, Texts, answered, climb_all, rungs
+from glm5.quantize.ladder import Example, Texts, answered, run_ladder, rungs
 from glm5.quantize.ladder_report import as_text, summary, verdicts, write_report
 from glm5.quantize.outliers import inject
 
@@ -51,12 +51,14 @@ def test_a_ladder_goes_on_where_it_was_cut_off(small_bf16, tmp_path, texts):
     given = {"models": (str(small_bf16),), "out": str(tmp_path), "kinds": ("channel",), "seeds": (0,), "device": "cpu"}
     given |= {"num_questions": 12, "num_tokens": 100}
     settings = LadderConfig.model_validate({**given, "rungs": ("channel rtn",)})
-    first = climb_all(settings, lambda _model: texts)
+    first = run_ladder(settings, lambda _model: texts)
     assert [row["rung"] for row in first] == ["original", "w8a8", "channel rtn"]
     assert first[0]["kl"] == 0
     assert 0 < first[1]["kl"] < first[2]["kl"]
     assert first[2]["num_tokens"] >= 100
-    more = climb_all(LadderConfig.model_validate({**given, "rungs": ("channel rtn", "channel gptq")}), lambda _m: texts)
+    more = run_ladder(
+        LadderConfig.model_validate({**given, "rungs": ("channel rtn", "channel gptq")}), lambda _m: texts
+    )
     assert more[:3] == first
     assert [row["rung"] for row in more[3:]] == ["channel gptq"]
     said = write_report(tmp_path, more)
@@ -72,7 +74,7 @@ def test_a_model_trained_with_int4_in_view_is_measured_too(small_bf16, tmp_path,
     (marked / "config.json").write_text(json.dumps(config))
     given = {"models": (str(marked),), "out": str(tmp_path / "out"), "kinds": ("channel",), "seeds": (0,)}
     given |= {"device": "cpu", "num_questions": 10, "num_tokens": 100, "rungs": ("w8a8",)}
-    rows = climb_all(LadderConfig.model_validate(given), lambda _model: texts)
+    rows = run_ladder(LadderConfig.model_validate(given), lambda _model: texts)
     assert [row["rung"] for row in rows] == ["original", "w8a8"]
     assert json.loads((marked / "config.json").read_text()) == config
 
@@ -87,7 +89,7 @@ def test_a_model_trained_with_int4_in_view_is_measured_too(small_bf16, tmp_path,
 def test_what_is_not_there_is_refused_at_once(small_bf16, tmp_path, texts, change, said):
     given = {"models": (str(small_bf16),), "out": str(tmp_path / "out"), "kinds": ("channel",)}
     with pytest.raises(ConfigError, match=re.escape(said)):
-        climb_all(LadderConfig.model_validate(given | change), lambda _model: texts)
+        run_ladder(LadderConfig.model_validate(given | change), lambda _model: texts)
     assert not (tmp_path / "out").exists()
 
 

@@ -31,13 +31,13 @@ class RequestBuilder:
 
     def refusal(self, **fields: Any) -> dict[str, Any]:
         """The error of a request that is refused with 400, streaming or not."""
-        told = []
+        reported = []
         for stream in (False, True):
             answer = self.http.post(self.path, json=self.body(fields) | {"stream": stream})
             assert answer.status_code == 400, answer.text
-            told.append(answer.json()["error"])
-        assert told[0] == told[1]
-        return told[0]
+            reported.append(answer.json()["error"])
+        assert reported[0] == reported[1]
+        return reported[0]
 
     def chunks(self, **fields: Any) -> list[dict[str, Any]]:
         answer = self.http.post(self.path, json=self.body(fields) | {"stream": True})

@@ -150,13 +150,13 @@ def busy():
 
 
 def test_requests_at_the_same_time(busy):
-    asked = [busy.ask(), busy.ask()]
+    requested = [busy.ask(), busy.ask()]
     refused = busy.http.post(CHAT, json=ASK, headers=bearer("alice"))
     assert (refused.status_code, code_of(refused)) == (429, "concurrency_limit_exceeded")
     assert refused.headers["retry-after"]
-    asked.append(busy.ask("bob"))
+    requested.append(busy.ask("bob"))
     busy.engine.release()
-    assert [done.result(SECONDS).status_code for done in asked] == [200, 200, 200]
+    assert [done.result(SECONDS).status_code for done in requested] == [200, 200, 200]
     assert busy.http.post(CHAT, json=ASK, headers=bearer("alice")).status_code == 200
 
 

@@ -55,12 +55,12 @@ CALLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "settings", "asked", "said"), CALLS, ids=lambda value: str(value)[:40])
-def test_what_a_route_does(http, path, settings, asked, said):
+@pytest.mark.parametrize(("path", "settings", "requested", "said"), CALLS, ids=lambda value: str(value)[:40])
+def test_what_a_route_does(http, path, settings, requested, said):
     answer = http.post(path, json=settings) if settings else http.post(path)
     assert answer.status_code == 200, answer.text
-    if asked is not ...:
-        assert http.engine.calls == asked
+    if requested is not ...:
+        assert http.engine.calls == requested
     content = answer.json()
     assert content.pop("success") is True
     assert content.pop("message")

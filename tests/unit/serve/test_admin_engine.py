@@ -114,15 +114,15 @@ def test_other_weights_give_other_answers(http, tmp_path):
 def versions(http) -> list[str]:
     answer = http.post("/generate", json={"text": "x", "sampling_params": {"max_new_tokens": 1}})
     info = http.get("/get_model_info").json(), http.get("/get_weight_version").json()
-    return [told["weight_version"] for told in (answer.json()["meta_info"], *info)]
+    return [reported["weight_version"] for reported in (answer.json()["meta_info"], *info)]
 
 
 def test_weights_are_called_as_whoever_loads_them_says(http, tmp_path):
     """SGLang's versions are texts; the same one may come again."""
     save(random_model(11), tmp_path)
     for name in ("step-12", "3", "step-12", "\u00fc"):
-        told = admin(http, "/update_weights_from_disk", model_path=str(tmp_path), weight_version=name)
-        assert told["weight_version"] == name
+        reported = admin(http, "/update_weights_from_disk", model_path=str(tmp_path), weight_version=name)
+        assert reported["weight_version"] == name
         assert versions(http) == [name] * 3
     number = admin(http, "/update_weights_from_disk", model_path=str(tmp_path))["weight_version"]
     assert versions(http) == [str(number)] * 3

@@ -249,9 +249,9 @@ def test_a_model_that_always_thinks():
         body = {"messages": ASK, "max_tokens": 5}
         content = httpx.post(f"{url}/v1/messages", json=body).json()["content"]
         assert [block["type"] for block in content] == ["thinking", "text"]
-        told = httpx.post(f"{url}/v1/messages", json=body | {"thinking": {"type": "disabled"}}).json()["error"]
-    assert told["param"] == "thinking"
-    assert "this model always thinks" in told["message"]
+        reported = httpx.post(f"{url}/v1/messages", json=body | {"thinking": {"type": "disabled"}}).json()["error"]
+    assert reported["param"] == "thinking"
+    assert "this model always thinks" in reported["message"]
 
 
 def test_leaving_a_stream_aborts(client, engine):

@@ -36,16 +36,16 @@ def test_the_shape_of_an_answer(text):
     ids=str,
 )  # fmt: skip
 def test_prompts_in_all_their_forms(text, engine, monkeypatch, prompt, want):
-    asked, generate = [], engine.generate
+    requested, generate = [], engine.generate
 
     def noting(prompt_ids, params, **options):
-        asked.append(list(prompt_ids))
+        requested.append(list(prompt_ids))
         return generate(prompt_ids, params, **options)
 
     monkeypatch.setattr(engine, "generate", noting)
     answer = text.answer(prompt=prompt)
     ids = [TOKENIZER.encode(one[0]) if isinstance(one[0], str) else one for one in want]
-    assert sorted(asked) == sorted(ids)
+    assert sorted(requested) == sorted(ids)
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(want)))
     assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
     assert answer["usage"]["completion_tokens"] == 3 * len(want)

@@ -269,8 +269,8 @@ def test_bugs_are_not_told(scripted_server, engine, caplog, stream):
     engine.script, engine.fails = "ab", RuntimeError("secret")
     answer = httpx.post(scripted_server[0] + "/v1/chat/completions", json={"messages": ASK, "stream": stream})
     assert answer.status_code == (200 if stream else 500)  # a stream has begun, and can only end with the error
-    told = answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text
-    assert json.loads(told)["error"]["message"] == "internal error; the server's log has the details"
+    reported = answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text
+    assert json.loads(reported)["error"]["message"] == "internal error; the server's log has the details"
     assert "secret" not in answer.text
     assert not stream or "secret" in caplog.text  # uvicorn logs the other after it has answered
 

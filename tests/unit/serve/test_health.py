@@ -73,20 +73,20 @@ def test_health_generate_asks_the_model_once_for_all_who_ask():
     engine.hangs = True
 
     async def main():
-        asked = [asyncio.create_task(probe.run(engine)) for _ in range(3)]
+        requested = [asyncio.create_task(probe.run(engine)) for _ in range(3)]
         async with asyncio.timeout(SECONDS):
             while not engine.started.is_set():
                 await asyncio.sleep(0)
-            asked[0].cancel()  # who leaves does not end it for the others
+            requested[0].cancel()  # who leaves does not end it for the others
             engine.release()
-            results = await asyncio.gather(*asked, return_exceptions=True)
+            results = await asyncio.gather(*requested, return_exceptions=True)
             await probe.run(engine)
         return results
 
     results = asyncio.run(main())
     assert isinstance(results[0], asyncio.CancelledError)
     assert results[1:] == [None, None]
-    assert engine.num_asked == 2
+    assert engine.num_submitted == 2
 
 
 @pytest.mark.parametrize(

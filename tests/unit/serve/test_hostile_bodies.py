@@ -19,7 +19,7 @@ MAX_BYTES, MAX_VALUES, MAX_PARTS = 1 << 18, 1 << 12, 1 << 10  # of this server: 
 JSON = {"Content-Type": "application/json"}
 
 
-def asked(path: str, text: str = "hi", **more) -> dict:
+def requested(path: str, text: str = "hi", **more) -> dict:
     """A request that is answered."""
     messages = [{"role": "user", "content": text}]
     said = {CHAT: {"messages": messages}, COMPLETIONS: {"prompt": text}, RESPONSES: {"input": text}}
@@ -37,7 +37,7 @@ def with_schema(path: str, schema: dict) -> dict:
         RESPONSES: {"text": {"format": form}},
         GENERATE: {"sampling_params": {"json_schema": json.dumps(schema)}},
     }
-    return asked(path) | places[path]
+    return requested(path) | places[path]
 
 
 def with_tool(path: str, schema: dict, *, is_forced: bool = True) -> dict:
@@ -48,12 +48,12 @@ def with_tool(path: str, schema: dict, *, is_forced: bool = True) -> dict:
         MESSAGES: (function | {"input_schema": schema}, {"type": "any"}),
         RESPONSES: ({"type": "function", **function, "parameters": schema}, "required"),
     }[path]
-    return asked(path, tools=[tools]) | ({"tool_choice": forced} if is_forced else {})
+    return requested(path, tools=[tools]) | ({"tool_choice": forced} if is_forced else {})
 
 
 def raw(path: str, field: str) -> str:
     """A good body and another field, as text."""
-    return f"{json.dumps(asked(path))[:-1]}, {field}}}"
+    return f"{json.dumps(requested(path))[:-1]}, {field}}}"
 
 
 def repeated(path: str, part: str, times: int) -> str:
@@ -78,11 +78,11 @@ def root(schema: dict) -> dict:
 
 
 def whole_number(path: str, number: int) -> dict:
-    return asked(path) | ({"sampling_params": {"top_k": number}} if path == GENERATE else {"top_k": number})
+    return requested(path) | ({"sampling_params": {"top_k": number}} if path == GENERATE else {"top_k": number})
 
 
 def escaped(path: str, text: str) -> str:
-    return json.dumps(asked(path, "@")).replace("@", text)
+    return json.dumps(requested(path, "@")).replace("@", text)
 
 
 # name: (body of a path, status, part of the message); bodies that are no text are sent as JSON
@@ -96,8 +96,8 @@ EVERYWHERE = {
     "too many fields": (
         lambda p: raw(p, ",".join(f'"k{i}":1' for i in range(MAX_PARTS))), 400, f"more than {MAX_PARTS} lists, "),
     "commas and brackets in a text": (lambda p: raw(p, '"x": "' + r"[{:,\\" * MAX_VALUES + '"'), 200, ""),
-    "above the limit of bytes": (lambda p: asked(p, "a" * MAX_BYTES), 413, f"larger than {MAX_BYTES} bytes"),
-    "a long text": (lambda p: asked(p, "a" * (MAX_BYTES - 4096)), 400, "the context holds 8192 tokens"),
+    "above the limit of bytes": (lambda p: requested(p, "a" * MAX_BYTES), 413, f"larger than {MAX_BYTES} bytes"),
+    "a long text": (lambda p: requested(p, "a" * (MAX_BYTES - 4096)), 400, "the context holds 8192 tokens"),
     "1e400": (lambda p: raw(p, '"temperature": 1e400'), 400, "1e400 is larger than any number that is read here"),
     "1e400 that nobody reads": (lambda p: raw(p, '"x": [-1e400]'), 400, "-1e400 is larger than any number"),
     "an integer of 400 digits": (lambda p: whole_number(p, 10**400), 400, "top_k is 1000"),
@@ -111,15 +111,15 @@ EVERYWHERE = {
         lambda p: escaped(p, "\\ud800").encode("utf-16"), 400, "the body is not JSON: 'utf-8'"),
     "a NUL": (lambda p: escaped(p, "\\u0000"), 200, ""),
     "bare NULs": (lambda p: b"\0" * 100, 400, "the body is not JSON"),
-    "a byte order mark": (lambda p: b"\xef\xbb\xbf" + json.dumps(asked(p)).encode(), 200, ""),
+    "a byte order mark": (lambda p: b"\xef\xbb\xbf" + json.dumps(requested(p)).encode(), 200, ""),
     "Latin-1": (lambda p: escaped(p, "\u00fc").encode("latin-1"), 400, "the body is not JSON: 'utf-8'"),
     "a key twice": (lambda p: raw(p, '"stream": true, "stream": false'), 200, ""),
-    "gzip": (lambda p: (gzip.compress(json.dumps(asked(p)).encode()), {"Content-Encoding": "gzip"}), 415,
+    "gzip": (lambda p: (gzip.compress(json.dumps(requested(p)).encode()), {"Content-Encoding": "gzip"}), 415,
              "content-encoding is 'gzip'; allowed: none"),
-    "another type": (lambda p: (json.dumps(asked(p)), {"Content-Type": "text/plain"}), 415,
+    "another type": (lambda p: (json.dumps(requested(p)), {"Content-Type": "text/plain"}), 415,
                      "allowed: application/json"),
     "a list": (lambda p: "[1]", 400, "the body is a JSON list; expected an object"),
-    "wrong types": (lambda p: asked(p) | dict.fromkeys(asked(p), 5), 400, "is 5; allowed: "),
+    "wrong types": (lambda p: requested(p) | dict.fromkeys(requested(p), 5), 400, "is 5; allowed: "),
     "a schema that is too long": (
         lambda p: with_schema(p, {"enum": ["x" * 100] * 2000}), 400, f"more than {MAX_CHARS} characters"),
 }  # fmt: skip
@@ -163,8 +163,8 @@ def found(http, path: str, body, message: str) -> tuple[int, str]:
             if answer.done():
                 break
     answer = answer.result()
-    told = json.loads(answer.text, parse_constant=pytest.fail)
-    text = told["error"]["message"] if answer.status_code != 200 else ""
+    reported = json.loads(answer.text, parse_constant=pytest.fail)
+    text = reported["error"]["message"] if answer.status_code != 200 else ""
     assert len(text) < 1000
     return answer.status_code, message if message in text else text
 
@@ -173,7 +173,7 @@ def found(http, path: str, body, message: str) -> tuple[int, str]:
 def test_every_body_has_its_answer(http, small_bounds, path):
     table = EVERYWHERE | (WITH_TOOLS if path in (CHAT, MESSAGES, RESPONSES) else {})
     if path in NUMBERS:
-        table["a bias of 400 digits"] = (lambda path: asked(path) | NUMBERS[path], 400, "logit_bias is {'5': 1")
+        table["a bias of 400 digits"] = (lambda path: requested(path) | NUMBERS[path], 400, "logit_bias is {'5': 1")
     expected = {name: (status, message) for name, (_, status, message) in table.items()}
     assert {name: found(http, path, body(path), message) for name, (body, _, message) in table.items()} == expected
 
@@ -181,7 +181,7 @@ def test_every_body_has_its_answer(http, small_bounds, path):
 @pytest.mark.parametrize("name", ["metadata", "user"])
 def test_a_response_does_not_repeat_what_is_too_long(http, name):
     value = "x" * (1 << 14)
-    answer = http.post(RESPONSES, json=asked(RESPONSES) | {name: {"a": value} if name == "metadata" else value})
+    answer = http.post(RESPONSES, json=requested(RESPONSES) | {name: {"a": value} if name == "metadata" else value})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(f"{name} has more than 16384 characters")
 

@@ -90,8 +90,8 @@ def test_what_one_key_asked_is_seen_nowhere_by_another(http):
     """Neither its text nor its id, in anything that can be asked for."""
     marked = {"messages": [{"role": "user", "content": "a-secret-mark"}], "max_tokens": 2}
     headers = bearer("alice") | {"X-Request-Id": "a-secret-mark"}
-    asked = http.post(CHAT, json=marked, headers=headers)
-    secrets = ["a-secret-mark", "alice", asked.json()["id"]]
+    requested = http.post(CHAT, json=marked, headers=headers)
+    secrets = ["a-secret-mark", "alice", requested.json()["id"]]
     document = http.get("/openapi.json").json()
     paths = [path for path, operations in document["paths"].items() if "get" in operations and "{" not in path]
     assert "/v1/models" in paths

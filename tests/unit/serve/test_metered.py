@@ -87,18 +87,18 @@ def test_prompts_are_cached_under_the_salt_of_their_caller():
     inner = scripted("x")
     engine = metered(inner)
 
-    async def asked(tenant, **options):
+    async def requested(tenant, **options):
         begin(Call("1", tenant))
         await answer(engine, **options)
         return inner.options
 
     salts = [
-        asyncio.run(asked(tenant, cache_salt=salt))["cache_salt"]
+        asyncio.run(requested(tenant, cache_salt=salt))["cache_salt"]
         for tenant in (Tenant("a", "key:1"), Tenant("b", "key:2"))
         for salt in ("", "own")
     ]
     assert salts == ["key:1/", "key:1/own", "key:2/", "key:2/own"]
-    assert asyncio.run(asked(Tenant(), priority=3)) == {"cache_salt": "", "priority": 3}
+    assert asyncio.run(requested(Tenant(), priority=3)) == {"cache_salt": "", "priority": 3}
 
 
 def test_places_are_taken_for_every_answer():
@@ -106,7 +106,7 @@ def test_places_are_taken_for_every_answer():
     engine = metered(scripted("x"), limits)
     refused = engine.metrics.refused
 
-    async def asked(num_prompts, n):
+    async def requested(num_prompts, n):
         call = Call("1")
         limits.enter(call)
         begin(call)
@@ -117,10 +117,10 @@ def test_places_are_taken_for_every_answer():
         finally:
             limits.leave(call)
 
-    assert asyncio.run(asked(1, 1)) == 1
-    assert asyncio.run(asked(2, 2)) == 4
+    assert asyncio.run(requested(1, 1)) == 1
+    assert asyncio.run(requested(2, 2)) == 4
     with pytest.raises(ApiError, match="the request asks for 6 answers; allowed: 4"):
-        asyncio.run(asked(3, 2))
+        asyncio.run(requested(3, 2))
     assert limits.num_places == 0
     assert refused.value("400") == 1
     engine.check([1], SamplingParams(n=100))  # nobody's request: no limit

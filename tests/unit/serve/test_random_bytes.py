@@ -19,9 +19,9 @@ def routes() -> list[tuple[str, str]]:
     """(method, path) of the documents' operations, and of what they do not tell."""
     app = make_app(scripted())
     paths = [document(app, is_admin=is_admin)["paths"].items() for is_admin in (False, True)]
-    told = [(method.upper(), path) for some in paths for path, operations in some for method in operations]
-    assert len(told) > 30
-    return told + [("GET", path) for path in PLAIN]
+    reported = [(method.upper(), path) for some in paths for path, operations in some for method in operations]
+    assert len(reported) > 30
+    return reported + [("GET", path) for path in PLAIN]
 
 
 @pytest.fixture(scope="module")

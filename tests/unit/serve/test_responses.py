@@ -190,12 +190,12 @@ def test_reasoning_is_switched_and_sealed(client, engine):
     assert prompt_of(engine).endswith("<|assistant|></think>")
     engine.script = "secret</think>x<|user|>"
     response = whole(client, include=["reasoning.encrypted_content"], store=False, reasoning={"effort": "high"})
-    sealed = response.output[0].encrypted_content
-    assert sealed
-    assert "secret" not in sealed
+    encrypted = response.output[0].encrypted_content
+    assert encrypted
+    assert "secret" not in encrypted
     given = [
         {"role": "user", "content": "a"},
-        {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": sealed},
+        {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": encrypted},
     ]
     whole(client, [*given, {"role": "assistant", "content": "b"}])
     assert "<|assistant|><think>secret</think>b" in prompt_of(engine)
@@ -217,8 +217,8 @@ def test_a_response_goes_on_from_a_stored_one(client, engine):
     third = whole(client, [{"type": "item_reference", "id": second.output[-1].id}, {"role": "user", "content": "c"}],
                   previous_response_id=second.id)  # fmt: skip
     assert "<|user|>a<|assistant|></think>one<|user|>b<|assistant|></think>two" in prompt_of(engine)
-    asked = client.responses.input_items.list(third.id, order="asc").data
-    assert [item.type for item in asked] == [
+    requested = client.responses.input_items.list(third.id, order="asc").data
+    assert [item.type for item in requested] == [
         "message",
         "reasoning",
         "message",
@@ -231,7 +231,7 @@ def test_a_response_goes_on_from_a_stored_one(client, engine):
     assert page.data[0].content[0].text if isinstance(page.data[0].content, list) else page.data[0].content == "c"
     assert page.has_more
     rest = client.responses.input_items.list(third.id, limit=100, after=page.data[-1].id)
-    assert [item.id for item in [*page.data, *rest.data]] == [item.id for item in asked][::-1]
+    assert [item.id for item in [*page.data, *rest.data]] == [item.id for item in requested][::-1]
 
 
 def test_what_is_not_stored_is_not_there(client, engine):
@@ -247,8 +247,8 @@ def test_what_is_not_stored_is_not_there(client, engine):
 
 
 def test_a_response_is_cancelled_while_it_is_written(model_client):
-    asked = {"extra_body": {"ignore_eos": True}, "stream": True, "max_output_tokens": 900}
-    stream = whole(model_client, **asked)
+    requested = {"extra_body": {"ignore_eos": True}, "stream": True, "max_output_tokens": 900}
+    stream = whole(model_client, **requested)
     first = next(iter(stream))
     assert model_client.responses.retrieve(first.response.id).status == "in_progress"
     assert model_client.responses.cancel(first.response.id).status == "cancelled"
@@ -263,9 +263,9 @@ def test_a_response_is_cancelled_while_it_is_written(model_client):
 def test_nobody_sees_the_responses_of_another():
     engine = scripted("</think>secret<|user|>")
     with served(engine, key("alice"), key("bob")) as client:
-        mine = client.post("/v1/responses", json={"input": "x"}, headers=bearer("alice")).json()
-        path, bob = f"/v1/responses/{mine['id']}", bearer("bob")
-        assert client.get(path, headers=bearer("alice")).json()["id"] == mine["id"]
+        own = client.post("/v1/responses", json={"input": "x"}, headers=bearer("alice")).json()
+        path, bob = f"/v1/responses/{own['id']}", bearer("bob")
+        assert client.get(path, headers=bearer("alice")).json()["id"] == own["id"]
         for answer in (
             client.get(path, headers=bob),
             client.get(f"{path}/input_items", headers=bob),
@@ -273,9 +273,9 @@ def test_nobody_sees_the_responses_of_another():
             client.post(f"{path}/cancel", headers=bob),
         ):
             assert answer.status_code == 404
-        body = {"input": "x", "previous_response_id": mine["id"]}
+        body = {"input": "x", "previous_response_id": own["id"]}
         assert client.post("/v1/responses", json=body, headers=bob).status_code == 400
-        body = {"input": [{"type": "item_reference", "id": mine["output"][0]["id"]}]}
+        body = {"input": [{"type": "item_reference", "id": own["output"][0]["id"]}]}
         assert client.post("/v1/responses", json=body, headers=bob).status_code == 400
         assert client.post("/v1/responses", json=body, headers=bearer("alice")).status_code == 200
 

@@ -45,13 +45,13 @@ def chunks(http, **body):
 
 
 def refusal(http, **body):
-    told = []
+    reported = []
     for stream in (False, True):
         answer = http.post("/generate", json=body | {"stream": stream})
         assert answer.status_code == 400, answer.text
-        told.append(answer.json()["error"])
-    assert told[0] == told[1]
-    return told[0]
+        reported.append(answer.json()["error"])
+    assert reported[0] == reported[1]
+    return reported[0]
 
 
 def test_text_and_token_ids_are_the_same_prompt(real):
@@ -75,23 +75,25 @@ def test_every_chunk_holds_all_before_it(real):
     for before, after in itertools.pairwise(found):
         assert after["text"].startswith(before["text"])
         assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
-        told, longer = (chunk["meta_info"]["output_token_logprobs"] for chunk in (before, after))
-        assert longer[: len(told)] == told
+        reported, longer = (chunk["meta_info"]["output_token_logprobs"] for chunk in (before, after))
+        assert longer[: len(reported)] == reported
         assert before["meta_info"]["finish_reason"] is None
         assert len(before["output_ids"]) == before["meta_info"]["completion_tokens"]
     last, meta = found[-1], whole["meta_info"]
     assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"])
     for name in ("finish_reason", "prompt_tokens", "completion_tokens", "weight_versions"):
         assert last["meta_info"][name] == meta[name]
-    for told, expected in zip(last["meta_info"]["output_token_logprobs"], meta["output_token_logprobs"], strict=True):
-        assert told == [pytest.approx(expected[0], abs=1e-5), *expected[1:]]
+    for reported, expected in zip(
+        last["meta_info"]["output_token_logprobs"], meta["output_token_logprobs"], strict=True
+    ):
+        assert reported == [pytest.approx(expected[0], abs=1e-5), *expected[1:]]
     assert len(last["meta_info"]["output_top_logprobs"]) == 8
 
 
 def test_log_probabilities_are_triples_of_what_was_drawn_at_its_temperature(real):
     drawn = {"temperature": 2.0, "max_new_tokens": 6, "ignore_eos": True, "sampling_seed": 3}
-    asked = {"input_ids": IDS, "return_logprob": True, "top_logprobs_num": 3, "return_text_in_logprobs": True}
-    meta = generate(real, **asked, sampling_params=drawn)["meta_info"]
+    requested = {"input_ids": IDS, "return_logprob": True, "top_logprobs_num": 3, "return_text_in_logprobs": True}
+    meta = generate(real, **requested, sampling_params=drawn)["meta_info"]
     triples = meta["output_token_logprobs"]
     ids = [token_id for _, token_id, _ in triples]
     assert len(triples) == meta["output_token_logprobs_length"] == 6
@@ -332,7 +334,7 @@ def test_nobody_ends_what_another_asked_for():
             httpx.Client(base_url=client.base_url, headers=bearer(name), timeout=20) for name in ("alice", "bob")
         )
         with alice, bob:
-            asked = [
+            requested = [
                 Asking(alice, engine, text=["x", "y"], rid="job"),
                 Asking(alice, engine, "/v1/completions", prompt="x", request_id="job"),
                 Asking(bob, engine, text="x", rid="job"),
@@ -349,7 +351,7 @@ def test_nobody_ends_what_another_asked_for():
             assert alice.post("/abort_request", json={"abort_all": True}).json()["num_ended"] == 3
             assert sorted(ended) == ["alice/cmpl-job", "alice/job_0", "alice/job_1"]
             engine.release()
-            for one in asked:
+            for one in requested:
                 one.joined()
             assert alice.post("/abort_request", json={"abort_all": True}).json()["num_ended"] == 0
 
@@ -360,11 +362,11 @@ def test_experts_are_told_as_trainers_read_them():
     cfg = model.cfg
     engine = AsyncEngine(LLM(model, tiny_tokenizer(), max_num_seqs=2, enable_return_routed_experts=True))
     with engine, served(engine) as http:
-        asked = {"input_ids": IDS, "return_routed_experts": True, "return_prompt_token_ids": True}
-        answer = generate(http, **asked, sampling_params=GREEDY)
-        told = answer["meta_info"]["routed_experts"]
+        requested = {"input_ids": IDS, "return_routed_experts": True, "return_prompt_token_ids": True}
+        answer = generate(http, **requested, sampling_params=GREEDY)
+        reported = answer["meta_info"]["routed_experts"]
         shape = (len(IDS) + 8 - 1, cfg.num_hidden_layers, cfg.num_experts_per_tok)
-        experts = np.frombuffer(base64.b64decode(told), dtype="<i4").reshape(shape)
+        experts = np.frombuffer(base64.b64decode(reported), dtype="<i4").reshape(shape)
         sparse = [cfg.is_moe(layer_idx) for layer_idx in range(cfg.num_hidden_layers)]
         assert not experts[:, [not one for one in sparse]].any()
         routed = experts[:, sparse]
@@ -372,11 +374,11 @@ def test_experts_are_told_as_trainers_read_them():
         assert routed.max() < cfg.n_routed_experts
         assert (routed[..., 0] != routed[..., 1]).all()
         assert answer["prompt_token_ids"] == IDS
-        later = generate(http, **asked, routed_experts_start_len=len(IDS), sampling_params=GREEDY)["meta_info"]
+        later = generate(http, **requested, routed_experts_start_len=len(IDS), sampling_params=GREEDY)["meta_info"]
         part = np.frombuffer(base64.b64decode(later["routed_experts"]), dtype="<i4").reshape(-1, *shape[1:])
         assert (part == experts[len(IDS) :]).all()
         drawn = GREEDY | {"n": 2, "temperature": 1.0}
-        for one in generate(http, **asked, sampling_params=drawn):
+        for one in generate(http, **requested, sampling_params=drawn):
             each = np.frombuffer(base64.b64decode(one["meta_info"]["routed_experts"]), dtype="<i4").reshape(shape)
             assert (each[: len(IDS) - 1] == experts[: len(IDS) - 1]).all()
             assert each[:, sparse].min() >= 0

@@ -23,20 +23,20 @@ def test_a_prompt_is_scored_at_the_temperature(model_server, temperature):
     logits_TW = random_model(11, preset("tiny")).logits(IDS[:-1]).double()
     own, want = ((logits_TW / t).log_softmax(-1) for t in (1.0, temperature or 1.0))
     tokens = torch.tensor(IDS[1:])[:, None]
-    told = torch.tensor([value for value, _, _ in meta["input_token_logprobs"][1:]])
-    assert (told - want.gather(1, tokens)[:, 0]).abs().max() < BUDGET
+    reported = torch.tensor([value for value, _, _ in meta["input_token_logprobs"][1:]])
+    assert (reported - want.gather(1, tokens)[:, 0]).abs().max() < BUDGET
     for row, best in zip(want, meta["input_top_logprobs"][1:], strict=True):
         assert [value for value, _, _ in best] == pytest.approx(row.topk(2).values.tolist(), abs=BUDGET)
     if temperature > 0:
-        assert (told - own.gather(1, tokens)[:, 0]).abs().max() > 100 * BUDGET  # the control
+        assert (reported - own.gather(1, tokens)[:, 0]).abs().max() > 100 * BUDGET  # the control
 
 
 def test_what_could_not_be_drawn_has_no_figure(model_server):
     params = {"temperature": 0.8, "top_k": 2, "max_new_tokens": 5, "ignore_eos": True, "sampling_seed": 3}
     meta = generate(model_server, input_ids=IDS, top_logprobs_num=4, sampling_params=params)
     for (value, token, _), row in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True):
-        figures = {token: value for value, token, _ in row}
-        assert figures[token] == value
-        possible = torch.tensor([value for value in figures.values() if value is not None])
+        logprobs = {token: value for value, token, _ in row}
+        assert logprobs[token] == value
+        possible = torch.tensor([value for value in logprobs.values() if value is not None])
         assert len(possible) == 2
         assert possible.exp().sum().item() == pytest.approx(1.0, abs=BUDGET)

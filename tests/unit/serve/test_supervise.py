@@ -209,7 +209,7 @@ def test_a_supervised_engine_is_started_again():
 
 
 def test_health_says_that_the_engine_is_started_again():
-    first, second, may_go_on, told = scripted(), scripted(), threading.Event(), []
+    first, second, may_go_on, reported = scripted(), scripted(), threading.Event(), []
 
     def start():
         assert may_go_on.wait(SECONDS)
@@ -221,7 +221,7 @@ def test_health_says_that_the_engine_is_started_again():
         first.die("its process was killed")
         while "start 2" not in (program.setup.state.not_serving or ""):
             pass
-        told.append(http.get("/health"))
+        reported.append(http.get("/health"))
         may_go_on.set()
         assert program.listening.wait(SECONDS)
         assert http.get("/health").status_code == 200
@@ -229,8 +229,8 @@ def test_health_says_that_the_engine_is_started_again():
 
     program = Program(first, CheckpointError("the disk is busy"), start, supervise=True)
     run(program, act)
-    assert told[0].status_code == 503
-    assert told[0].json()["error"]["message"] == (
+    assert reported[0].status_code == 503
+    assert reported[0].json()["error"]["message"] == (
         "the engine is not running: its process was killed; the last start has failed: the disk is busy; "
         "the engine is being restarted (start 2 of 5)"
     )
@@ -247,7 +247,7 @@ def test_an_engine_that_does_not_last_is_given_up():
 
 
 def test_an_engine_that_has_lasted_is_always_started_again(monkeypatch):
-    monkeypatch.setattr(supervise, "SETTLED_SECONDS", -1)
+    monkeypatch.setattr(supervise, "STABLE_SECONDS", -1)
     engines = [scripted() for _ in range(3 * supervise.MAX_STARTS)]
     for engine in engines:
         engine.stopped_because = "it fell over"
@@ -305,15 +305,15 @@ def test_a_model_that_cannot_be_loaded_is_the_caller_s_to_tell():
 
 def test_it_says_where_it_listens_before_there_is_a_model():
     program = Program(CheckpointError("no such model"))
-    asked = []
+    requested = []
 
     def start():
         url = program.reports[-1].split()[1].removesuffix("/health")
-        asked.append(httpx.get(f"{url}/health", timeout=SECONDS))
+        requested.append(httpx.get(f"{url}/health", timeout=SECONDS))
         raise CheckpointError("no such model")
 
     program.setup = replace(program.setup, start=start)
     with bind("127.0.0.1", 0) as listener, pytest.raises(CheckpointError):
         supervise.run(program.setup, listener)
-    assert asked[0].status_code == 503
-    assert "it is being loaded" in asked[0].json()["error"]["message"]
+    assert requested[0].status_code == 503
+    assert "it is being loaded" in requested[0].json()["error"]["message"]

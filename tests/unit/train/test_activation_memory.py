@@ -38,8 +38,8 @@ def ran(phase: Phase, recompute, *, offload: bool) -> tuple[dict[str, float], di
     set_activation_memory(of, recompute, offload=offload)
     batch = Batch(torch.arange(2, 48), torch.ones(46), [19, 1, 26])
     kept = Kept(dict(of.named_parameters()), of.cfg, OptimizerConfig())
-    figures = Step(of, kept, LossConfig(mtp_depth=2), phase).run([batch], 0.0)
-    return figures, kept.grads, dict(of.named_buffers())
+    metrics = Step(of, kept, LossConfig(mtp_depth=2), phase).run([batch], 0.0)
+    return metrics, kept.grads, dict(of.named_buffers())
 
 
 @pytest.mark.parametrize("phase", [Phase("dense"), Phase("sparse", learn_index=True)], ids=["dense", "sparse"])
@@ -49,9 +49,9 @@ def test_losses_gradients_and_counts_stay_the_same(phase, monkeypatch):
     for recompute, offload in WAYS:
         got = ran(phase, recompute, offload=offload)
         assert got[0] == want[0]
-        for mine, theirs in zip(got[1:], want[1:], strict=True):
-            assert mine.keys() == theirs.keys()
-            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+        for own, theirs in zip(got[1:], want[1:], strict=True):
+            assert own.keys() == theirs.keys()
+            assert all(torch.equal(own[name], theirs[name]) for name in own)
 
 
 def test_less_is_kept():

@@ -65,8 +65,8 @@ def test_what_is_not_kept_does_not_count(tmp_path):
 def test_keys_of_each_head_count_in_place_of_latents(tmp_path, monkeypatch):
     """Dense attention as a GPU has it, by torch's fused attention on the CPU, which keeps the same tensors."""
     wide = {"num_attention_heads": 32, "v_head_dim": 24, "kv_lora_rank": 64}
-    asked = [*(f"model.config.{key}={value}" for key, value in wide.items()), 'model.dtype="bfloat16"']
-    plan = recipe(tmp_path, "out", stage("a", "pretrain", 2), settings=asked)
+    requested = [*(f"model.config.{key}={value}" for key, value in wide.items()), 'model.dtype="bfloat16"']
+    plan = recipe(tmp_path, "out", stage("a", "pretrain", 2), settings=requested)
     model = Builder(plan, tmp_path, tmp_path).model(torch.device("cpu"))
     absorbed = kept_values(model.cfg, plan, plan.stage[0], 2)
     monkeypatch.setattr(packed, "fits", lambda *_: True)

@@ -114,8 +114,8 @@ def test_ctrl_c_ends_between_two_steps_and_the_run_goes_on(straight, tmp_path, m
     _, best = straight
     said = MetricsLog.step
 
-    def interrupt(self, step, figures):
-        said(self, step, figures)
+    def interrupt(self, step, metrics):
+        said(self, step, metrics)
         if step == 2:
             signal.raise_signal(signal.SIGINT)
 

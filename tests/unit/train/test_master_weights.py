@@ -69,7 +69,7 @@ def test_a_run_goes_on_from_its_masters(tmp_path):
     first = [stage(steps=4)]
     with pytest.MonkeyPatch.context() as patch:
 
-        def stop(self, step, figures):
+        def stop(self, step, metrics):
             if step == 3:
                 raise RuntimeError("cut off")
 

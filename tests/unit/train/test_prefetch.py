@@ -41,8 +41,8 @@ def test_processes_make_rows(tmp_path):
     builder = Builder(of, tmp_path, tmp_path / "out")
     rows = builder.rows(of.stage[0])
     with row_workers(builder) as request_row:
-        asked = [request_row(0, draw) for draw in range(5)]
-        assert all(np.array_equal(row.result().ids, rows.row(draw).ids) for draw, row in enumerate(asked))
+        requested = [request_row(0, draw) for draw in range(5)]
+        assert all(np.array_equal(row.result().ids, rows.row(draw).ids) for draw, row in enumerate(requested))
 
 
 def test_a_process_that_was_killed_is_named(tmp_path):

@@ -57,8 +57,8 @@ def test_widths_that_have_no_groups_are_refused():
 
 
 def test_widths_are_refused_before_the_stages_in_front(tmp_path):
-    asked = recipe(tmp_path, "run", stage(name="a"), stage(name="b", kind="sft", qat='"int4"'))
-    for begin in (lambda: estimate(asked), lambda: train(asked, tmp_path)):
+    requested = recipe(tmp_path, "run", stage(name="a"), stage(name="b", kind="sft", qat='"int4"'))
+    for begin in (lambda: estimate(requested), lambda: train(requested, tmp_path)):
         with pytest.raises(ConfigError, match="both must be multiples of 128"):
             begin()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -15,8 +15,8 @@ def page_of(tmp_path, records):
     return ElementTree.fromstring(f"<page>{body}</page>")
 
 
-def step(stage, number, **figures):
-    return {"stage": stage, "step": number, "seconds": 1.0, **figures}
+def step(stage, number, **metrics):
+    return {"stage": stage, "step": number, "seconds": 1.0, **metrics}
 
 
 def test_stages_and_figures_are_shown(tmp_path):

@@ -84,11 +84,11 @@ def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
 
 def test_batches_sum_to_the_step(model, batch):
     """Cross-entropy, three MTP depths, KL of all indexers, auxiliary loss: packed equals one by one."""
-    figures, grads = ran(model, [batch], balance_weight=0.1)
+    metrics, grads = ran(model, [batch], balance_weight=0.1)
     one_by_one, want = ran(model, parts(batch), balance_weight=0.1)
     assert worst(grads, want) < EXACT
-    assert figures.keys() == one_by_one.keys() >= {"loss", "mtp 3", "index", "mtp index", "balance", "mtp balance"}
-    assert all(one_by_one[name] == pytest.approx(value, rel=EXACT) for name, value in figures.items())
+    assert metrics.keys() == one_by_one.keys() >= {"loss", "mtp 3", "index", "mtp index", "balance", "mtp balance"}
+    assert all(one_by_one[name] == pytest.approx(value, rel=EXACT) for name, value in metrics.items())
     _, control = ran(model, parts(batch)[:1] + parts(batch)[2:], balance_weight=0.1)
     assert worst(control, want) > 1e-3
 
@@ -115,9 +115,9 @@ def test_losses_and_gradients_are_those_of_the_formulas(model, batch):
     mtp = (wanted["mtp 1"] + wanted["mtp 2"] + wanted["mtp 3"]) / 3
     (wanted["loss"] + 0.25 * mtp + wanted["index"] + wanted["mtp index"]).backward()
 
-    figures, grads = ran(model, [batch], mtp_weight=0.25, balance_weight=0.0)
+    metrics, grads = ran(model, [batch], mtp_weight=0.25, balance_weight=0.0)
     for name, value in wanted.items():
-        assert figures[name] == pytest.approx(value.item(), rel=EXACT), name
+        assert metrics[name] == pytest.approx(value.item(), rel=EXACT), name
     assert worst(grads, {name: weights[name].grad for name in grads}) < EXACT
     _, shallow = ran(model, [batch], mtp_weight=0.25, balance_weight=0.0, mtp_depth=2)
     assert worst(shallow, grads) > 1e-3
@@ -127,10 +127,10 @@ def test_warm_up_trains_indexers_alone(model, batch):
     frozen = copy.deepcopy(model)
     for name, weight in frozen.named_parameters():
         weight.requires_grad_(".indexer." in name)
-    figures, grads = ran(frozen, [batch], Phase("warmup", learn_index=True))
+    metrics, grads = ran(frozen, [batch], Phase("warmup", learn_index=True))
     assert grads.keys() == {name for name, _ in model.named_parameters() if ".indexer." in name}
-    assert {"loss", "index", "mtp index", "indexer norm"} <= figures.keys()
-    assert "trunk norm" not in figures
+    assert {"loss", "index", "mtp index", "indexer norm"} <= metrics.keys()
+    assert "trunk norm" not in metrics
 
 
 def test_what_is_not_a_number_updates_nothing(model, batch):
@@ -156,10 +156,10 @@ def test_a_step_learns_and_evaluation_sees_it(model, batch):
     optimizers = Optimizers(dict(learner.named_parameters()), learner.cfg, OptimizerConfig())
     step = Step(learner, optimizers, LossConfig(), SPARSE)
     before = held_out(learner, [batch], SPARSE)["held-out loss"]
-    figures = [step.run([batch], 0.02) for _ in range(4)]
-    assert figures[0]["loss"] == pytest.approx(before, rel=1e-4)
+    metrics = [step.run([batch], 0.02) for _ in range(4)]
+    assert metrics[0]["loss"] == pytest.approx(before, rel=1e-4)
     assert held_out(learner, [batch], SPARSE)["held-out loss"] < 0.8 * before
-    assert figures[-1]["excess load"] >= 0
+    assert metrics[-1]["excess load"] >= 0
     assert any(router.e_score_correction_bias.any() for router in step.balance.routers.values())
 
 

@@ -274,20 +274,20 @@ class FusedMoE:
         self.recorded: list[Tensor] | None
         # With quantized codes, shared and routed experts may have different formats: then there are two sums.
         has_codes = isinstance(module.experts, QuantizedExperts) or _has_codes(module.shared_experts)
-        self.apart = FusedMLP(module.shared_experts) if has_codes else None
+        self.shared_mlp = FusedMLP(module.shared_experts) if has_codes else None
 
     @property
     def stacks(self) -> list[FusedLinear]:
-        return [] if self.apart is None else self.apart.stacks
+        return [] if self.shared_mlp is None else self.shared_mlp.stacks
 
     def __call__(self, x: Rows, view: StepView, row_sharding: RowSharding) -> Tensor | ExpertOutputs:
         experts, mlp = self.module.experts, self.module.shared_experts
         x, weight_TA, expert_TA = row_sharding.gather_inputs(x, *self.module.gate(x.x_TD))
         if self.recorded is not None:
             self.recorded.append(expert_TA)
-        if self.apart is not None:
-            choice, apart_TD = (x.x_TD, weight_TA, expert_TA), self.apart.of(x)
-            return experts(*choice, apart_TD) if isinstance(experts, QuantizedExperts) else experts(*choice) + apart_TD
+        if self.shared_mlp is not None:
+            choice, plus_TD = (x.x_TD, weight_TA, expert_TA), self.shared_mlp.of(x)
+            return experts(*choice, plus_TD) if isinstance(experts, QuantizedExperts) else experts(*choice) + plus_TD
         shared = SharedExpert(_weight(mlp.gate_proj), _weight(mlp.up_proj), _weight(mlp.down_proj))
         given = x.x_TD, *_stacks(experts), weight_TA, expert_TA
         if experts.impl != "auto":
@@ -299,8 +299,8 @@ class FusedMoE:
 
     def wants(self, num_rows: int, row_sharding: RowSharding) -> Kind | None:
         """How input rows should be quantized."""
-        if self.apart is not None:  # experts as codes read the rows themselves
-            return None if isinstance(row_sharding, ShardedRows) else self.apart.gate_up.wants(num_rows)
+        if self.shared_mlp is not None:  # experts as codes read the rows themselves
+            return None if isinstance(row_sharding, ShardedRows) else self.shared_mlp.gate_up.wants(num_rows)
         is_fp8 = isinstance(self.module.experts, BlockScaledExperts)
         return "blocks" if is_fp8 and num_rows > FEW_TOKENS else None
 

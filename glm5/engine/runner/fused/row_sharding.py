@@ -24,7 +24,7 @@ from glm5.kernels.triton_support import chosen
 from glm5.model.linear import BlockScaledLinear
 from glm5.model.norm import RMSNorm
 from glm5.parallel.group import Group
-from glm5.parallel.table import WHOLE, Shard
+from glm5.parallel.table import UNSHARDED, Shard
 
 MIN_SHARDED_ROWS = 512  # below, latency dominates, and gathering adds its own
 
@@ -63,7 +63,7 @@ class RowSharding(Protocol):
 class ReplicatedRows:
     """All rows on every rank of `group`."""
 
-    shard = WHOLE
+    shard = UNSHARDED
 
     def __init__(self, group: Group):
         self.group = group

@@ -26,7 +26,7 @@ Piece = Callable[[], object]
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 5
-_DISTURBED = (900, 901)  # cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated
+_GC_INTERFERES = (900, 901)  # cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated
 _alone = threading.RLock()
 
 
@@ -44,7 +44,7 @@ def synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _without_gc() -> Iterator[None]:
     with _alone:
         collects = gc.isenabled()
         gc.disable()
@@ -78,16 +78,16 @@ class Graphs:
 
     def capture(self, key: Hashable, piece: Piece, *, warm: bool) -> None:
         """Capture a piece. `warm`: run it first, so that kernels are compiled and libraries have chosen theirs."""
-        with _undisturbed():
+        with _without_gc():
             for attempt in range(1, _ATTEMPTS + 1):
                 try:
                     self._graphs[key] = self._captured(piece, warm=warm)
                     break
                 except torch.AcceleratorError as error:
-                    if getattr(error, "error_code", None) not in _DISTURBED or attempt == _ATTEMPTS:
+                    if getattr(error, "error_code", None) not in _GC_INTERFERES or attempt == _ATTEMPTS:
                         raise
                     reason = str(error).partition("\n")[0]
-                    self._abandon_pool()
+                    self._drop_pool()
                     logger.warning("another thread disturbed the capture of a CUDA graph (%s); trying again", reason)
         self.num_captured += 1
 
@@ -104,7 +104,7 @@ class Graphs:
             piece()
         return graph
 
-    def _abandon_pool(self) -> None:
+    def _drop_pool(self) -> None:
         """Use a new pool: after a failed capture, torch would keep recording allocations for the old one."""
         assert self._pool is not None
         end_recording = torch._C._cuda_endAllocateToPool  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]

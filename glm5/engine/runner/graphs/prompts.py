@@ -35,12 +35,12 @@ _CROWDED = 8
 
 
 class PromptShape(NamedTuple):
-    """`num_groups`: rows of the page table; the last ones are padding. `is_whole`: all rows are of full prompts."""
+    """`num_groups`: rows of the page table; the last ones are padding. `is_full`: all rows are of full prompts."""
 
     num_rows: int
     num_groups: int
     context_bucket: int
-    is_whole: bool
+    is_full: bool
 
 
 class PromptRows:
@@ -101,7 +101,7 @@ class PromptSteps:
         num_rows, context_bucket = len(batch.slot_T), context_bucket_of(max_end, self.context_buckets)
         num_groups = next(count for count in self._groups(num_rows) if count >= len(batch.slot_B))
         shape = PromptShape(
-            num_rows, num_groups, context_bucket, is_whole=batch.whole_prompts and context_bucket <= self._top_k
+            num_rows, num_groups, context_bucket, is_full=batch.full_prompts and context_bucket <= self._top_k
         )
         rows = self._rows_of(num_rows, num_groups)
         rows.load(batch, self._padding_slot)
@@ -120,11 +120,11 @@ class PromptSteps:
         many sequences; every larger context bucket with the most and the fewest rows."""
         ends = {max(token_buckets), min(token_buckets)}
         return [
-            PromptShape(rows, groups, context_bucket, is_whole=is_whole)
+            PromptShape(rows, groups, context_bucket, is_full=is_full)
             for rows in sorted(token_buckets, reverse=True)
             for groups in self._groups(rows)
             for index, context_bucket in enumerate(self.context_buckets)
-            for is_whole in ((True, False) if context_bucket <= self._top_k else (False,))
+            for is_full in ((True, False) if context_bucket <= self._top_k else (False,))
             if index < 2 or rows in ends
         ]
 
@@ -141,9 +141,9 @@ class PromptSteps:
         must have been compiled. Every other shape is captured before its first step."""
         near = (self.context_buckets[0], self.context_buckets[0] <= self._top_k), (self.context_buckets[:2][-1], False)
         wanted = [
-            PromptShape(rows, self._groups(rows)[0], context_bucket, is_whole)
+            PromptShape(rows, self._groups(rows)[0], context_bucket, is_full)
             for rows in sorted(token_buckets, reverse=True)
-            for context_bucket, is_whole in near
+            for context_bucket, is_full in near
         ]
         self.graphs.forget_if_moved()
         for done, shape in enumerate(wanted, start=1):
@@ -217,4 +217,4 @@ class PromptSteps:
         view = StepView.at(
             self.cache, self.slots, where, slot_B=rows.slot_B, group_T=group_T, max_end=shape.context_bucket
         )
-        return replace(view, first_T=rows.first_T.int()) if shape.is_whole else view
+        return replace(view, first_T=rows.first_T.int()) if shape.is_full else view

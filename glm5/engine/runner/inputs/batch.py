@@ -26,7 +26,7 @@ class Batch:
     there. `group_T`: index of the row's sequence in `slot_B`. `sample_T`: the rows that sample, with their slot and the
     number of drafts before them; `first_B`: each sampling sequence's first such row, as a row of the step, and
     `sample_index_B` as an index into `sample_T`. Padding comes last everywhere. `samples_all`: every row belongs to a
-    decoding sequence, and samples. `whole_prompts`: every row belongs to a full prompt, which begins with row `first_T`
+    decoding sequence, and samples. `full_prompts`: every row belongs to a full prompt, which begins with row `first_T`
     (for padding, beyond the last row); `first_T` is empty in steps without prompts.
     """
 
@@ -44,7 +44,7 @@ class Batch:
     sample_index_B: Ints
     first_T: Ints
     samples_all: bool
-    whole_prompts: bool
+    full_prompts: bool
 
 
 class Packer:
@@ -127,7 +127,7 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, round_up: Callable[
         sample_index_B=padded(place, num_sampling_seqs),
         first_T=first_T,
         samples_all=bucket.decodes_only,
-        whole_prompts=not decodes.any() and not starts.any(),
+        full_prompts=not decodes.any() and not starts.any(),
     )
 
 
@@ -154,7 +154,7 @@ def padding_batch(num_rows: int, num_seqs: int, padding_slot: int, *, decodes_on
         sample_index_B=full(num_sampling),
         first_T=full(0 if decodes_only else num_rows, num_rows),
         samples_all=decodes_only,
-        whole_prompts=False,
+        full_prompts=False,
     )
 
 

@@ -22,7 +22,7 @@ def gpus(monkeypatch):
     return lambda number: monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
 
 
-def told(folder, flags, capsys):
+def reported(folder, flags, capsys):
     """Exit code and standard error of the command."""
     code = main(["bench", "all", "--json", str(folder / "all.json"), "--work", str(folder / "work"), *flags.split()])
     return code, capsys.readouterr().err
@@ -47,7 +47,7 @@ def told(folder, flags, capsys):
 )
 def test_a_mistake_is_one_error(tmp_path, gpus, started, capsys, flags, message):
     gpus(0)
-    code, error = told(tmp_path, f"--preset tiny {flags}", capsys)
+    code, error = reported(tmp_path, f"--preset tiny {flags}", capsys)
     assert code == 2
     assert error.startswith(f"glm5: error: {message}")
     assert error.count("\n") == 1
@@ -58,26 +58,26 @@ def test_a_mistake_is_one_error(tmp_path, gpus, started, capsys, flags, message)
 def test_the_whole_model_needs_gpus(tmp_path, gpus, started, capsys):
     gpus(0)
     message = "glm-5 needs NVIDIA GPUs, and this machine has none; to try the command: --preset tiny"
-    assert told(tmp_path, "", capsys) == (2, f"glm5: error: --preset: {message}\n")
-    assert told(tmp_path, "--tp 8", capsys) == (2, f"glm5: error: --preset: {message}\n")
+    assert reported(tmp_path, "", capsys) == (2, f"glm5: error: --preset: {message}\n")
+    assert reported(tmp_path, "--tp 8", capsys) == (2, f"glm5: error: --preset: {message}\n")
     assert started == []
     gpus(8)
-    told(tmp_path, "", capsys)
+    reported(tmp_path, "", capsys)
     assert {"steps", "serve-128", "shared"} <= {part.name for part in started}
 
 
 def test_as_many_ranks_as_gpus(tmp_path, gpus, started, capsys):
     gpus(1)
     message = "--tensor-parallel-size: got 2; allowed: up to 1, as many GPUs as there are here"
-    assert told(tmp_path, "--preset tiny --tp 2", capsys) == (2, f"glm5: error: {message}\n")
+    assert reported(tmp_path, "--preset tiny --tp 2", capsys) == (2, f"glm5: error: {message}\n")
     gpus(0)
-    told(tmp_path, "--preset tiny --tp 2", capsys)
+    reported(tmp_path, "--preset tiny --tp 2", capsys)
     assert [part.name for part in started] == ["steps", "serve-1", "serve-8"]
 
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path, capsys):
     nowhere = tmp_path / "none"
-    code, error = told(tmp_path, f"--preset tiny --json {nowhere / 'a.json'}", capsys)
+    code, error = reported(tmp_path, f"--preset tiny --json {nowhere / 'a.json'}", capsys)
     assert (code, error) == (2, f"glm5: error: --json: there is no folder {nowhere}\n")
     assert not nowhere.exists()
 
@@ -85,7 +85,7 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path, capsys):
 @pytest.mark.parametrize("preset", ["tiny", "nano"])
 def test_small_presets_have_defaults_that_fit(tmp_path, gpus, started, capsys, preset):
     gpus(0)
-    told(tmp_path, f"--preset {preset}", capsys)
+    reported(tmp_path, f"--preset {preset}", capsys)
     assert [part.name for part in started] == ["steps", "serve-1", "serve-8"]
 
 

@@ -54,15 +54,15 @@ def test_every_figure_is_found(llm):
 
 def test_steps_are_timed_without_drafts(llm):
     before = sum(llm.stats()["speculation"]["drafted"])
-    heard = ask(llm, [[1, 2, 3], [4, 5]], max_tokens=5)
-    assert [sum(one.tokens) for one in heard] == [5, 5]
-    assert all(count == 1 for one in heard for count in one.tokens)
+    received = ask(llm, [[1, 2, 3], [4, 5]], max_tokens=5)
+    assert [sum(one.tokens) for one in received] == [5, 5]
+    assert all(count == 1 for one in received for count in one.tokens)
     assert sum(llm.stats()["speculation"]["drafted"]) == before
 
 
 def test_listening_ends_when_enough_was_heard(llm):
-    (heard,) = ask(llm, [[1, 2, 3]], max_tokens=100, until=lambda heard: len(heard[0].at) >= 3)
-    assert 3 <= len(heard.at) < 20
+    (received,) = ask(llm, [[1, 2, 3]], max_tokens=100, until=lambda received: len(received[0].at) >= 3)
+    assert 3 <= len(received.at) < 20
     assert llm.stats()["decoding"] == 0
 
 

@@ -34,9 +34,9 @@ def test_two_load_generators_agree():
 
 
 def test_the_comparison_notices():
-    figures = {"output_throughput": 64.0, "ttft": 200.0}
-    assert apart(figures, figures | {"ttft": 212.0}) > TOLERANCE
-    assert apart(figures, figures | {"output_throughput": 60.0}) > TOLERANCE
+    metrics = {"output_throughput": 64.0, "ttft": 200.0}
+    assert apart(metrics, metrics | {"ttft": 212.0}) > TOLERANCE
+    assert apart(metrics, metrics | {"output_throughput": 60.0}) > TOLERANCE
 
 
 def test_a_server_that_refuses_is_told_over_sockets_too():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm5.bench.serve.counters import Gained, gained, parse, read_counters, sglang_acceptance
+from glm5.bench.serve.counters import Deltas, deltas, parse, read_counters, sglang_acceptance
 from tests.support.scripted_server import plain
 from tests.support.virtual_time import virtual_time
 from tests.unit.bench.serve.running import client_of
@@ -37,7 +37,7 @@ vllm:num_preemptions_total NaN
 
 
 def test_the_difference_of_two_readings():
-    more = gained(parse(BEFORE), parse(AFTER))
+    more = deltas(parse(BEFORE), parse(AFTER))
     assert more.num_drafts == 100
     assert more.acceptance_length == pytest.approx(1 + 140 / 100)
     assert more.acceptance_rate == pytest.approx(140 / 300)
@@ -48,8 +48,8 @@ def test_the_difference_of_two_readings():
 
 
 def test_what_a_server_does_not_count_is_none():
-    assert gained(None, parse(AFTER)) == gained(parse(""), parse("")) == gained({}, None) == Gained()
-    idle = gained(parse(BEFORE), parse(BEFORE))
+    assert deltas(None, parse(AFTER)) == deltas(parse(""), parse("")) == deltas({}, None) == Deltas()
+    idle = deltas(parse(BEFORE), parse(BEFORE))
     assert (idle.num_drafts, idle.acceptance_length, idle.prefix_queries) == (0, None, 0)
 
 

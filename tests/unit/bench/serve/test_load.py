@@ -186,15 +186,15 @@ def test_a_mistake_of_ours_is_not_hidden():
 
 
 def test_it_tells_every_second_and_at_the_end():
-    told = []
+    reported = []
 
     async def main():
         plan = Plan(single(2), [0.0, 0.0], clients=1)
-        outcome = await run(await client_of(steady), plan, lambda out, now: told.append((now, out.num_ended)))
+        outcome = await run(await client_of(steady), plan, lambda out, now: reported.append((now, out.num_ended)))
         assert outcome.completed_tokens == outcome.completed_chunks == 8
 
     with virtual_time() as runner:
         runner.run(main())
-    assert told[:3] == [(1.0, 0), (2.0, 0), (3.0, 0)]
-    assert told[4:7] == [(5.0, 1), (6.0, 1), (7.0, 1)]
-    assert told[-1] == (8.0, 2)
+    assert reported[:3] == [(1.0, 0), (2.0, 0), (3.0, 0)]
+    assert reported[4:7] == [(5.0, 1), (6.0, 1), (7.0, 1)]
+    assert reported[-1] == (8.0, 2)

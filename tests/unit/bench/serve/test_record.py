@@ -13,7 +13,7 @@ def settled(pieces, sent=10.0):
     record = Record(sent=sent)
     for at, piece in pieces:
         record.add(piece, at)
-    record.settle()
+    record.finalize()
     return record
 
 

@@ -86,7 +86,7 @@ def test_a_sweep():
         assert result.request_goodput == 0.0  # TPOT is 250 ms
         assert result.num_first_wave == result.clients
         assert not result.honesty.warnings
-    assert runs[0].facts == ("the-model", "", TEMPLATE, 2.0)
+    assert runs[0].info == ("the-model", "", TEMPLATE, 2.0)
     sent = server.completions
     assert len(sent) == 2 + 8 + 16 + 32  # two to measure tokens a word
     assert {body["model"] for body in sent} == {"the-model"}

@@ -153,8 +153,8 @@ def test_a_busy_client_says_so():
     assert "used 95% of a core" in warned(cpu_seconds=3.8).warnings[0]
     assert "sent up to 100 ms after their time" in warned(late=[0.1]).warnings[0]
     assert "waited for --max-concurrency" in warned(num_held=2).warnings[0]
-    figures = warned(lags=[0.002], cpu_seconds=0.4, num_chunks=1000)
-    assert (figures.lag_max, figures.cpu, figures.microseconds_per_chunk) == EXACT((2.0, 0.1, 400.0))
+    metrics = warned(lags=[0.002], cpu_seconds=0.4, num_chunks=1000)
+    assert (metrics.lag_max, metrics.cpu, metrics.microseconds_per_chunk) == EXACT((2.0, 0.1, 400.0))
 
 
 def test_answers_without_usage_are_named():

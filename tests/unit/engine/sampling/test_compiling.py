@@ -260,7 +260,7 @@ class Gated(Compiler):
         assert wanted.text == "quick" or self.gate.wait(PATIENCE_S)
         return super()._compiled(wanted)
 
-    def asked(self, *regexes):
+    def requested(self, *regexes):
         return [self.compile(StructuredOutputsParams(regex=regex)) for regex in regexes]
 
 
@@ -282,7 +282,7 @@ def gated(request):
 
 @pytest.mark.parametrize("gated", [{"num_threads": 1}], indirect=True)
 def test_nobody_waits_for_a_compilation(gated):
-    first, second = gated.asked("a+", "b+")
+    first, second = gated.requested("a+", "b+")
     assert not first.ready()
     assert not second.ready()
     gated.gate.set()
@@ -292,7 +292,7 @@ def test_nobody_waits_for_a_compilation(gated):
 
 @pytest.mark.parametrize("gated", [{"timeout_s": 0.01}], indirect=True)
 def test_one_that_takes_too_long_is_refused(gated):
-    (slow,) = gated.asked("a+")
+    (slow,) = gated.requested("a+")
     with pytest.raises(RequestError, match=r"0\.01 s"):
         slow.result()
     assert slow.ready()
@@ -300,8 +300,8 @@ def test_one_that_takes_too_long_is_refused(gated):
 
 @pytest.mark.parametrize("gated", [{"num_threads": 2, "max_slow": 3, "slow_s": 0.0}], indirect=True)
 def test_those_that_hang_hold_up_no_others(gated):
-    hanging = gated.asked("a", "b", "c")
-    (quick,) = gated.asked("quick")
+    hanging = gated.requested("a", "b", "c")
+    (quick,) = gated.requested("quick")
     until(quick.ready)  # each call starts a thread where one is missing
     assert quick.result()
     assert not any(one.ready() for one in hanging)
@@ -309,12 +309,12 @@ def test_those_that_hang_hold_up_no_others(gated):
     gated.gate.set()
     assert all(one.result() for one in hanging)
     until(lambda: len(gated._workers.threads) <= 2)  # no more than are needed go on
-    assert gated.asked("d")[0].result()
+    assert gated.requested("d")[0].result()
 
 
 @pytest.mark.parametrize("gated", [{"num_threads": 1, "max_slow": 1, "slow_s": 0.0, "timeout_s": 0.2}], indirect=True)
 def test_where_too_many_hang_the_others_are_told(gated):
-    hanging, (quick,) = gated.asked("a", "b"), gated.asked("quick")
+    hanging, (quick,) = gated.requested("a", "b"), gated.requested("quick")
     until(lambda: all(one.ready() for one in (*hanging, quick)))
     for one in hanging:
         with pytest.raises(RequestError, match=r"did not compile within 0\.2 s"):
@@ -326,23 +326,23 @@ def test_where_too_many_hang_the_others_are_told(gated):
 
 @pytest.mark.parametrize("gated", [{"num_threads": 1, "max_slow": 0}], indirect=True)
 def test_what_nobody_waits_for_is_not_compiled(gated):
-    (hanging,), gone = gated.asked("a"), gated.asked("b", "c")
-    (joined,), (last,) = gated.asked("b"), gated.asked("d")
+    (hanging,), gone = gated.requested("a"), gated.requested("b", "c")
+    (joined,), (last,) = gated.requested("b"), gated.requested("d")
     del gone
     gated.gate.set()
     assert all(one.result() for one in (hanging, joined, last))
     assert gated.begun == ["a", "b", "d"]
-    assert gated.asked("c")[0].result()  # asked for again, it is compiled
+    assert gated.requested("c")[0].result()  # asked for again, it is compiled
 
 
 @pytest.mark.parametrize("gated", [{"num_threads": 1, "max_slow": 0}], indirect=True)
 def test_not_too_many_wait(gated):
-    waiting = gated.asked("a", *(f"b{number}" for number in range(255)))
+    waiting = gated.requested("a", *(f"b{number}" for number in range(255)))
     until(lambda: gated.begun == ["a"])
-    waiting += gated.asked("c")
+    waiting += gated.requested("c")
     with pytest.raises(RequestError, match="cannot be compiled now, as 256 others wait for it; try again later"):
-        gated.asked("d")
-    assert gated.asked("b7")  # whoever has asked already is joined
+        gated.requested("d")
+    assert gated.requested("b7")  # whoever has asked already is joined
     del waiting
 
 

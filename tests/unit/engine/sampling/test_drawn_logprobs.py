@@ -95,9 +95,9 @@ def test_tempered_is_of_the_distribution_that_is_drawn_from(names, seed):
     params, got = sampled(names, logits)
     for row, one in enumerate(params):
         want, own = distribution(logits[row], one), logits[row].double().log_softmax(-1)
-        token, likeliest = got.token_T[row], got.logprobs.likeliest_TU[row]
+        token, likeliest = got.token_T[row], got.logprobs.top_token_TU[row]
         assert error(got.logprobs.tempered_T[row, None], want[token][None]) < BUDGET
-        assert error(got.logprobs.likeliest_tempered_TU[row], want[likeliest]) < BUDGET
+        assert error(got.logprobs.top_tempered_TU[row], want[likeliest]) < BUDGET
         assert error(got.logprobs.logprob_T[row, None], own[token][None]) < BUDGET  # the model's own stay that
 
 
@@ -107,9 +107,9 @@ def test_the_budget_notices_what_is_left_out(name, seed):
     logits = make(1, seed)
     (params,), got = sampled([name], logits)
     plain = (logits[0].double() / (params.temperature or 1.0)).log_softmax(-1)
-    found = got.logprobs.likeliest_tempered_TU[0].double()
+    found = got.logprobs.top_tempered_TU[0].double()
     shown = found.isfinite()
-    assert not shown.all() or (found - plain[got.logprobs.likeliest_TU[0]]).abs().max() > 100 * BUDGET
+    assert not shown.all() or (found - plain[got.logprobs.top_token_TU[0]]).abs().max() > 100 * BUDGET
 
 
 def test_a_row_has_the_same_bits_beside_others(seed):
@@ -118,7 +118,7 @@ def test_a_row_has_the_same_bits_beside_others(seed):
     for row, name in enumerate(PARAMS):
         _, alone = sampled([name], logits[row : row + 1])
         assert torch.equal(alone.logprobs.tempered_T[0], together.logprobs.tempered_T[row]), name
-        assert torch.equal(alone.logprobs.likeliest_tempered_TU[0], together.logprobs.likeliest_tempered_TU[row])
+        assert torch.equal(alone.logprobs.top_tempered_TU[0], together.logprobs.top_tempered_TU[row])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9, 1.0, 2.0])
@@ -129,7 +129,7 @@ def test_a_prompt_s_tokens_are_at_the_temperature(temperature, seed):
     rows = torch.arange(3)
     assert error(found.logprob_T, own[rows, tokens]) < BUDGET
     assert error(found.tempered_T, want[rows, tokens]) < BUDGET
-    assert error(found.likeliest_tempered_TU, want.gather(1, found.likeliest_TU)) < BUDGET
+    assert error(found.top_tempered_TU, want.gather(1, found.top_token_TU)) < BUDGET
     if temperature == 0.9:
         assert (found.logprob_T - found.tempered_T).abs().max() > 100 * BUDGET  # the control
 
@@ -150,19 +150,21 @@ def test_an_answer_read_as_a_prompt_has_the_log_probabilities_it_was_drawn_with(
     llm, prompt = make_llm(), [5, 9, 200, 31]
     answer = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
     again = llm.generate(prompt + answer.token_ids, params.but(max_tokens=1), use_tqdm=False)[0]
-    told = [entry[token] for entry, token in zip(again.prompt_logprobs[1:], again.prompt_token_ids[1:], strict=True)]
-    tempered = torch.tensor([one.tempered for one in told])
+    reported = [
+        entry[token] for entry, token in zip(again.prompt_logprobs[1:], again.prompt_token_ids[1:], strict=True)
+    ]
+    tempered = torch.tensor([one.tempered for one in reported])
     torch.testing.assert_close(tempered[3:], torch.tensor(answer.tempered_logprobs), rtol=0, atol=BUDGET)
     logits_TW, tokens = tiny.logits(again.prompt_token_ids[:-1]).double(), torch.tensor(again.prompt_token_ids[1:])
     own, want = ((logits_TW / t).log_softmax(-1).gather(1, tokens[:, None])[:, 0] for t in (1.0, 0.9))
     assert error(tempered, want) < BUDGET
-    assert error(torch.tensor([one.logprob for one in told]), own) < BUDGET
+    assert error(torch.tensor([one.logprob for one in reported]), own) < BUDGET
     assert (tempered - own).abs().max() > 100 * BUDGET  # the control
 
 
 def test_answers_of_neighbouring_seeds_differ(make_llm):
     params = SamplingParams(n=4, max_tokens=6, ignore_eos=True)
-    asked = [params.but(seed=seed) for seed in (5, 6)]
-    outs = make_llm().generate([[1, 2, 3]] * 2, asked, use_tqdm=False)
+    requested = [params.but(seed=seed) for seed in (5, 6)]
+    outs = make_llm().generate([[1, 2, 3]] * 2, requested, use_tqdm=False)
     answers = [tuple(answer.token_ids) for out in outs for answer in out.outputs]
     assert len(set(answers)) == 8

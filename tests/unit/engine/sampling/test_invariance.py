@@ -42,13 +42,13 @@ def all_kinds(seed: int, vocab_size: int) -> list[Placement]:
     ]  # fmt: skip
 
 
-def flat(sampled: Sampled, row: int, num_likeliest: int | None) -> list[float]:
+def flat(sampled: Sampled, row: int, num_logprobs: int | None) -> list[float]:
     """Everything about one row, for exact comparison; log-probabilities as far as the row asked for them."""
     values = [sampled.token_T[row].item(), sampled.no_valid_token_T[row].item()]
-    if num_likeliest is not None:
+    if num_logprobs is not None:
         assert sampled.logprobs is not None
         for tensor in dataclasses.astuple(sampled.logprobs):
-            values += tensor[row][:num_likeliest].tolist() if tensor.dim() == 2 else [tensor[row].item()]
+            values += tensor[row][:num_logprobs].tolist() if tensor.dim() == 2 else [tensor[row].item()]
     return values
 
 

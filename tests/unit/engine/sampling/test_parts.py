@@ -106,10 +106,10 @@ def test_the_same_tokens_as_from_all_logits(size, kind, most_sought, seed, monke
             assert torch.equal(ours.token_T, whole.token_T)
             assert torch.equal(ours.no_valid_token_T, whole.no_valid_token_T)
             found, known = ours.logprobs, whole.logprobs
-            for name in ("logprob_T", "tempered_T", "likeliest_logprob_TU"):
+            for name in ("logprob_T", "tempered_T", "top_logprob_TU"):
                 torch.testing.assert_close(getattr(found, name), getattr(known, name), rtol=0, atol=atol)
-            assert torch.equal(found.likeliest_TU, known.likeliest_TU)
-            tempered = found.likeliest_tempered_TU, known.likeliest_tempered_TU
+            assert torch.equal(found.top_token_TU, known.top_token_TU)
+            tempered = found.top_tempered_TU, known.top_tempered_TU
             torch.testing.assert_close(*tempered, rtol=1e-5, atol=1e-5)
             assert torch.equal(found.rank_T, known.rank_T)
 

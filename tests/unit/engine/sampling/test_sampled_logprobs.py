@@ -17,9 +17,9 @@ def test_logprobs_and_ranks():
     want = logits.double().log_softmax(-1)
     found = logprobs(logits, torch.tensor([2, 3]), None, 3)
     assert found.rank_T.tolist() == [2, 1]
-    assert found.likeliest_TU.tolist() == [[1, 2, 3], [0, 1, 2]]
+    assert found.top_token_TU.tolist() == [[1, 2, 3], [0, 1, 2]]
     assert found.logprob_T.tolist() == pytest.approx([want[0, 2].item(), want[1, 3].item()])
-    assert found.likeliest_logprob_TU[0].tolist() == pytest.approx(want[0, [1, 2, 3]].tolist())
+    assert found.top_logprob_TU[0].tolist() == pytest.approx(want[0, [1, 2, 3]].tolist())
     assert torch.equal(found.tempered_T, found.logprob_T)
 
 
@@ -40,11 +40,11 @@ def test_agree_with_float64(dtype, vocab_size, seed):
     rows = torch.arange(4)
     want = logits.double().log_softmax(-1)[rows, sampled.token_T]
     np.testing.assert_allclose(found.logprob_T.double(), want, rtol=0, atol=TOLERANCE * 10)
-    assert found.likeliest_TU.shape == (4, 7)
+    assert found.top_token_TU.shape == (4, 7)
     want = logits.double().log_softmax(-1)
     order = sorted(range(vocab_size), key=lambda w: (-want[3, w].item(), w))
-    assert found.likeliest_TU[3].tolist() == order[:7]
-    np.testing.assert_allclose(found.likeliest_logprob_TU.double(), want.gather(1, found.likeliest_TU), atol=1e-5)
+    assert found.top_token_TU[3].tolist() == order[:7]
+    np.testing.assert_allclose(found.top_logprob_TU.double(), want.gather(1, found.top_token_TU), atol=1e-5)
 
 
 def test_nobody_asked():
@@ -55,4 +55,4 @@ def test_nobody_asked():
 
 def test_more_were_asked_for_than_there_are():
     found = logprobs(torch.zeros(1, 3), torch.tensor([1]), None, 3)
-    assert found.likeliest_TU.tolist() == [[0, 1, 2]]
+    assert found.top_token_TU.tolist() == [[0, 1, 2]]

@@ -98,9 +98,11 @@ def test_numbers_and_texts_of_other_classes_become_pythons():
     assert params == msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
 
 
-@pytest.mark.parametrize("asked", [{"json": {1: 2**70}}, {"choice": ["a", "b"]}, {"json_object": True}, {"regex": "a"}])
-def test_constraints_can_be_sent_plain(asked):
-    wanted = StructuredOutputsParams(**asked, disable_any_whitespace=True)
+@pytest.mark.parametrize(
+    "requested", [{"json": {1: 2**70}}, {"choice": ["a", "b"]}, {"json_object": True}, {"regex": "a"}]
+)
+def test_constraints_can_be_sent_plain(requested):
+    wanted = StructuredOutputsParams(**requested, disable_any_whitespace=True)
     plain = wanted.plain()
     assert (plain.kind, plain.text, plain.disable_any_whitespace) == (wanted.kind, wanted.text, True)
     assert plain == msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=StructuredOutputsParams)

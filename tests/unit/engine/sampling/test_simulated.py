@@ -67,7 +67,7 @@ def test_an_engine_gains_it_and_says_so():
         llm.generate([[5, 6, 7], [8, 9]], params, use_tqdm=False)
         counts = llm.stats()["speculation"]
         assert "SIMULATED" in dict(llm.table)["drafts"]
-        assert llm.client.facts.simulated_acceptance == MEAN
+        assert llm.client.info.simulated_acceptance == MEAN
         assert counts["simulated_acceptance"] == MEAN
     gained = 1 + sum(counts["accepted"]) / counts["drafted"][0]
     assert gained == pytest.approx(MEAN, abs=0.35)  # of 130 steps
@@ -75,14 +75,14 @@ def test_an_engine_gains_it_and_says_so():
 
 def test_requests_that_want_no_drafts_cost_none():
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    heard = []
+    received = []
     with LLM(random_model(1), num_speculative_tokens=DEPTH, max_num_seqs=4) as llm:
         for prompt in ([5, 6, 7], [8, 9]):
-            llm.client.submit(prompt, params, Options(num_speculative_tokens=0), lambda *item: heard.append(item))
+            llm.client.submit(prompt, params, Options(num_speculative_tokens=0), lambda *item: received.append(item))
         while llm.client.num_unfinished:
             llm.client.pump(0.1)
         assert sum(llm.stats()["speculation"]["drafted"]) == 0
-    assert sum(len(delta.token_ids) for _, delta in heard) == 16
+    assert sum(len(delta.token_ids) for _, delta in received) == 16
 
 
 def test_without_drafts_it_is_refused():

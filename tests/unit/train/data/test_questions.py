@@ -28,10 +28,10 @@ def test_the_same_number_gives_the_same_question(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_held_out_questions_are_never_trained_on(kind):
-    asked = {chat.turns[0].user for chat in drawn(kind, "held-out")}
+    requested = {chat.turns[0].user for chat in drawn(kind, "held-out")}
     trained = {turn.user for seed in range(5) for chat in drawn(kind, "train", seed) for turn in chat.turns}
-    assert len(asked) > 0.9 * NUM_DRAWN
-    assert not asked & trained
+    assert len(requested) > 0.9 * NUM_DRAWN
+    assert not requested & trained
 
 
 def test_answers_are_right():

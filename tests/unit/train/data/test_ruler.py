@@ -52,10 +52,10 @@ def test_a_sample_follows_from_its_number(task, samples):
 def test_needles_are_told_as_they_are_asked(samples):
     for task in ("niah_multivalue", "niah_multiquery"):
         for sample in samples[task]:
-            told = dict(re.findall(r"magic numbers for ([\w-]+) is: (\d+)\.", sample.prompt)[::-1])
-            asked = re.findall(r"\b[a-z]+-[a-z]+\b", sample.prompt.rpartition("\n")[2])
+            reported = dict(re.findall(r"magic numbers for ([\w-]+) is: (\d+)\.", sample.prompt)[::-1])
+            requested = re.findall(r"\b[a-z]+-[a-z]+\b", sample.prompt.rpartition("\n")[2])
             if task == "niah_multiquery":
-                assert sample.answers == tuple(told[key] for key in dict.fromkeys(asked))
+                assert sample.answers == tuple(reported[key] for key in dict.fromkeys(requested))
             else:
                 places = [sample.prompt.index(answer) for answer in sample.answers]
                 assert len(places) == 4

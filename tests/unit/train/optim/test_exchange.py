@@ -27,15 +27,15 @@ def run(tensors, cuts, size):
         }
         for rank in range(size)
     ]
-    out = [one.outgoing(mine) for one, mine in zip(ranks, given, strict=True)]
+    out = [one.outgoing(own) for one, own in zip(ranks, given, strict=True)]
     done = [
-        one.orthogonal(mine, [out[src][one._rank] for src in range(size)], orthogonalize)
-        for one, mine in zip(ranks, given, strict=True)
+        one.orthogonal(own, [out[src][one._rank] for src in range(size)], orthogonalize)
+        for one, own in zip(ranks, given, strict=True)
     ]
-    back = [one.returning(mine, made) for one, mine, made in zip(ranks, given, done, strict=True)]
+    back = [one.returning(own, made) for one, own, made in zip(ranks, given, done, strict=True)]
     placed = [
-        one.placed(mine, [back[src][one._rank] for src in range(size)], made)
-        for one, mine, made in zip(ranks, given, done, strict=True)
+        one.placed(own, [back[src][one._rank] for src in range(size)], made)
+        for one, own, made in zip(ranks, given, done, strict=True)
     ]
     joined = {}
     for name, cut in cuts.items():

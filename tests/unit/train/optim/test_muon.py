@@ -110,12 +110,12 @@ def test_several_steps_equal_torch_muon(shape, gen):
     start = torch.randn(shape, generator=gen)
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     options = {"lr": 0.1, "weight_decay": 0.3, "momentum": 0.9}
-    mine = Muon([ours], {}, compute_dtype=torch.bfloat16, **options)
+    own = Muon([ours], {}, compute_dtype=torch.bfloat16, **options)
     witness = torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **options)
     for _ in range(5):
         ours.grad = torch.randn(shape, generator=gen)
         theirs.grad = ours.grad.clone()
-        mine.step()
+        own.step()
         witness.step()
     assert rel_rms(ours - start, theirs - start) < BF16
     control = nn.Parameter(start.clone())

@@ -70,7 +70,7 @@ def first_step_in_float32() -> Done:
 def distance(got: Done, want: Done) -> tuple[float, float]:
     """Of losses, relative, and of gradients, relative to the largest of their tensor; over all steps."""
     losses, grads = 0.0, 0.0
-    for a, b in zip(got.figures, want.figures, strict=True):
+    for a, b in zip(got.metrics, want.metrics, strict=True):
         assert a.keys() == b.keys()
         losses = max(losses, *(abs(a[name] - b[name]) / max(abs(b[name]), 1e-3) for name in b))
     for a, b in zip(got.grads, want.grads, strict=True):
@@ -176,7 +176,7 @@ def test_in_bfloat16_losses_stay_close(way):
     """Passes in bfloat16, weights and sums of gradients in float32, as on GPUs (tests/gpu/test_sharded_cuda.py)."""
     job = Job(dtype=torch.float32, compute=torch.bfloat16, config=ROUND)
     want, got = alone(job), together(dealt(job, way))
-    off = [abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(got.figures, want.figures, strict=True)]
+    off = [abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(got.metrics, want.metrics, strict=True)]
     print(f"{way}, bfloat16: losses {' '.join(f'{one:.1e}' for one in off)}")
     assert off[0] < 0.01  # experts that are dealt out round otherwise
     assert max(off) < 0.1  # choices flip

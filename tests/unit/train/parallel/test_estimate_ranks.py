@@ -48,12 +48,12 @@ def counted(rank: int, port: int, plan: Recipe) -> int:
     ]
     if mesh.context > 1:
         batches = [BatchShard(batch, mesh.part(rank), mesh.context) for batch in batches]
-    asked = (optimizers, losses_of(plan, part_of_plan, 0), phase_of(part_of_plan))
+    requested = (optimizers, losses_of(plan, part_of_plan, 0), phase_of(part_of_plan))
     with peak_bytes(Resized()) as peak:
         if mesh.pipeline > 1:
-            step = PipelineStep(part, team, *asked, tokens=max(len(batch.ids_T) for batch in batches))
+            step = PipelineStep(part, team, *requested, tokens=max(len(batch.ids_T) for batch in batches))
         else:
-            step = DistributedStep(part.roots[0], team, *asked)
+            step = DistributedStep(part.roots[0], team, *requested)
         step.run(batches, 1e-3)
     return peak.at_most
 

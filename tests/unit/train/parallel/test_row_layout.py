@@ -117,13 +117,13 @@ def test_parts_hold_what_was_whole(mesh, shapes):
     one = read_parts(state, None)
     parts = []
     for rank in range(mesh.size):
-        mine = {name: layout.spans(name, rank) for name in shapes if layout.stage(name) == mesh.stage(rank)}
-        weights = {name: weight_rows(one, name, spans) for name, spans in mine.items()}
-        for name, spans in mine.items():
+        own = {name: layout.spans(name, rank) for name in shapes if layout.stage(name) == mesh.stage(rank)}
+        weights = {name: weight_rows(one, name, spans) for name, spans in own.items()}
+        for name, spans in own.items():
             assert torch.equal(weights[name], take_rows(whole[name], spans))
-        optimizer = {name: state_rows(one, name, spans) for name, spans in mine.items()}
+        optimizer = {name: state_rows(one, name, spans) for name, spans in own.items()}
         buffers = {"x.e_score_correction_bias": torch.ones(3)}
-        named = {"shapes": {name: shapes[name] for name in mine}, "spans": mine}
+        named = {"shapes": {name: shapes[name] for name in own}, "spans": own}
         parts.append(named | {"weights": weights, "optimizer": optimizer, "buffers": buffers})
     for name, shape in shapes.items():
         again = torch.full(shape, float("nan"))
