@@ -13,17 +13,18 @@ if TYPE_CHECKING:
 
 
 def check(settings: ModelSource, engine: EngineConfig) -> None:
-    """Raises ConfigError for a missing chat template, an unwritable cache folder, and a length or number of ranks that
-    does not fit a local model. It downloads nothing and does not import torch."""
+    """Raises ConfigError for a missing chat template or adapter, an unwritable cache folder, and a length or number of
+    ranks that does not fit a local model. It downloads nothing and does not import torch."""
     from glm5.chat.template import ChatTemplate
     from glm5.config.engine import check_length
     from glm5.config.model import ModelConfig
-    from glm5.engine.checks import check_disk
+    from glm5.engine.checks import check_adapter, check_disk
     from glm5.parallel.table import local_config
 
     if settings.chat_template is not None:
         ChatTemplate.for_checkpoint(None, override=settings.chat_template)
     check_disk(engine.kv_disk_dir)
+    check_adapter(engine.adapter)
     if os.path.isdir(folder := os.path.expanduser(settings.model)):
         cfg = ModelConfig.from_file(folder)
         check_length(cfg, engine.max_model_len)

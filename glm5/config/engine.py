@@ -121,6 +121,12 @@ class EngineConfig(Command):
             raise Refused(tier, getattr(self, tier), "none without enable_prefix_caching: what it keeps are prefixes")
         return self
 
+    @model_validator(mode="after")
+    def _merged_on_one_device(self) -> Self:
+        if self.adapter is not None and (size := self.tensor_parallel_size) > 1:
+            raise Refused("adapter", self.adapter, f"none with tensor_parallel_size {size}; merge it first: glm5 merge")
+        return self
+
     @field_validator("simulate_acceptance")
     @classmethod
     def _only_to_measure(cls, value: float | None, info: ValidationInfo) -> float | None:

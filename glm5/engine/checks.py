@@ -1,4 +1,4 @@
-"""Checks before a model is loaded: missing GPUs, folders that cannot be written."""
+"""Checks before a model is loaded: missing GPUs and adapters, folders that cannot be written."""
 
 from pathlib import Path
 
@@ -20,6 +20,12 @@ def check_disk(folder: str | None) -> None:
         raise ConfigError(
             f"kv_disk_dir: got {folder!r}, where nothing can be written ({why}); allowed: a folder with room, or none"
         ) from None
+
+
+def check_adapter(folder: str | None) -> None:
+    """Raises ConfigError if there is no adapter in the folder; what it holds is checked once the model is known."""
+    if folder is not None and not Path(folder, "adapter_config.json").is_file():
+        raise ConfigError(f"adapter: got {folder!r}; allowed: a folder with adapter_config.json, as PEFT writes it")
 
 
 def check_gpus(device: str, ranks: int) -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from glm5.common.errors import ConfigError
+from glm5.config.keywords import engine_config
 from glm5.engine import checks
-from glm5.engine.checks import check_disk, check_gpus
+from glm5.engine.checks import check_adapter, check_disk, check_gpus
 
 
 @pytest.fixture
@@ -73,3 +74,13 @@ def test_a_full_disk_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "try_to_write", is_full)
     with pytest.raises(ConfigError, match="No space left on device"):
         check_disk(str(tmp_path))
+
+
+def test_an_adapter_is_looked_for_before_anything_is_loaded(tmp_path):
+    check_adapter(None)
+    with pytest.raises(ConfigError, match=r"adapter: got '.*'; allowed: a folder with adapter_config\.json"):
+        check_adapter(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    check_adapter(str(tmp_path))
+    with pytest.raises(ConfigError, match="adapter: got 'a'; allowed: none with tensor_parallel_size 2; merge it"):
+        engine_config({"adapter": "a", "tensor_parallel_size": 2})
