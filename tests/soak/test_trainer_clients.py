@@ -46,8 +46,8 @@ def interpreter(*packages: str) -> str:
         ("openenv_probe.py", ("openenv",)),
     ],
 )
-def test_a_client_as_it_is(url, tmp_path, script, packages):
-    command = [interpreter(*packages), str(SCRIPTS / script), url]
+def test_a_client_as_it_is(request, tmp_path, script, packages):
+    command = [interpreter(*packages), str(SCRIPTS / script), request.getfixturevalue("url")]
     command += [str(MINI)] if script.startswith("verifiers") else []
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
     print(done.stdout[-2000:])
