@@ -14,7 +14,7 @@ from glm5.config.presets import preset
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from tests.support.models import random_model
-from tests.support.serving import bearer, key, scripted, served
+from tests.support.serving import bearer, key, served
 from tests.support.tokenizers import tiny_tokenizer
 from tests.unit.serve.asking import events_of
 
@@ -26,10 +26,11 @@ BUDGET = 1e-4  # float32, in the server's batches
 
 @pytest.fixture(scope="module")
 def http():
-    """A server that records experts."""
+    """A server that asks for a key, and records experts."""
     cfg = preset("tiny").replace(eos_token_id=tiny_tokenizer().eos_ids)
     llm = LLM(random_model(11, cfg), tiny_tokenizer(), max_num_seqs=4, enable_return_routed_experts=True)
-    with AsyncEngine(llm) as engine, served(engine, enable_return_routed_experts=True) as client:
+    with AsyncEngine(llm) as engine, served(engine, key("user"), enable_return_routed_experts=True) as client:
+        client.headers.update(bearer("user"))
         yield client
 
 
@@ -174,10 +175,9 @@ def test_without_records_there_are_no_experts(model_server):
     assert "routed_experts" not in choice
 
 
-def test_defaults_are_vllms_and_the_answer_may_fill_the_context(http):
-    engine = scripted("abc")
-    with served(engine) as client:
-        client.post(PATH, json={"token_ids": [1, 2, 3]}).raise_for_status()
+def test_defaults_are_vllms_and_the_answer_may_fill_the_context(http, scripted_server, engine):
+    engine.script = "abc"
+    httpx.post(scripted_server[0] + PATH, json={"token_ids": [1, 2, 3]}, timeout=60).raise_for_status()
     params = engine.params
     assert (params.temperature, params.top_p, params.n, params.detokenize) == (1.0, 1.0, 1, False)
     assert params.max_tokens == engine.max_model_len - 3
@@ -223,24 +223,26 @@ def test_what_is_refused_is_named(http, fields, param, said):
     assert said in error["message"]
 
 
-def test_an_aborted_answer_is_an_error():
-    engine = scripted("abc")
-    engine.finish_reason = "abort"
-    with served(engine) as client:
+def test_an_aborted_answer_is_an_error(scripted_server, engine):
+    engine.script, engine.finish_reason = "abc", "abort"
+    with httpx.Client(base_url=scripted_server[0], timeout=60) as client:
         answer = client.post(PATH, json={"token_ids": [1]})
         assert (answer.status_code, answer.json()["error"]["code"]) == (499, "request_aborted")
         text = client.post(PATH, json={"token_ids": [1], "stream": True}).text
     assert json.loads(events_of(text)[-2])["error"]["code"] == "request_aborted"
 
 
-def test_keys_and_metrics_apply(http):
-    with served(scripted("abc"), key("user")) as client:
-        assert client.post(PATH, json={"token_ids": [1]}).status_code == 401
-        client.post(PATH, json={"token_ids": [1]}, headers=bearer("user")).raise_for_status()
-    before = http.get("/metrics").text
+def test_a_key_is_needed_and_the_answer_is_counted(http):
+    answer = http.post(PATH, json={"token_ids": [1]}, headers=bearer("another"))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+    def tokens() -> float:
+        lines = http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    before = tokens()
     post(http)
-    counted = [line for line in http.get("/metrics").text.splitlines() if line not in before and PATH in line]
-    assert counted
+    assert tokens() == before + 6
 
 
 def test_random_bodies_are_answered_or_refused(http):
@@ -263,7 +265,7 @@ def test_random_bodies_are_answered_or_refused(http):
         "bad_words": [["the"], [""]],
     }
     answered = 0
-    for _ in range(20):
+    for _ in range(12):
         sampling = {name: rng.choice(values) for name, values in pool.items() if rng.random() < 0.3}
         body = {"token_ids": rng.choices(range(VOCABULARY), k=rng.randrange(1, 9))}
         answer = http.post(PATH, json=body | {"sampling_params": {"max_tokens": 3, "logprobs": 1} | sampling})
