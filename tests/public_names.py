@@ -32,11 +32,22 @@ GOLDEN = Path(__file__).parent / "data/public_names.txt"
 MESSAGES = [{"role": "user", "content": "hi"}]
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
 ASKED = {  # requests whose answers show their fields, streamed and in one piece
-    "/v1/completions": {"prompt": "hi", "logprobs": 1, "max_tokens": 4},
-    "/v1/chat/completions": {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, "max_tokens": 4},
+    "/v1/completions": {"prompt": "hi", "logprobs": 1, "max_tokens": 4, "return_token_ids": True},
+    "/v1/chat/completions": {
+        "messages": MESSAGES,
+        "logprobs": True,
+        "top_logprobs": 1,
+        "max_tokens": 4,
+        "return_token_ids": True,
+    },
     "/v1/responses": {"input": "hi", "max_output_tokens": 4},
     "/v1/messages": {"model": "tiny", "messages": MESSAGES, "max_tokens": 4},
     "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 4}, "return_logprob": True},
+    "/inference/v1/generate": {
+        "token_ids": [1, 2],
+        "sampling_params": {"max_tokens": 4, "logprobs": 1},
+        "return_token_ids": True,
+    },
 }
 LOOKED_AT = ("/v1/models", "/health", "/version", "/get_model_info", "/get_server_info", "/server_info", "/load")
 

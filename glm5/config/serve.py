@@ -24,6 +24,11 @@ class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     """Port to listen on; 0 for a free one."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API. Default: MODEL as given."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    """Log-probabilities of answers in OpenAI's APIs: raw_logprobs are the model's own, processed_logprobs those of the
+    distribution that tokens were sampled from."""
+    return_tokens_as_token_ids: bool = False
+    """Log-probabilities name tokens token_id:N unless the request says otherwise."""
     reasoning_parser: Annotated[Literal["glm45"], NoEffect("reasoning is always split from the answer")] = "glm45"
     """Splits reasoning from the answer."""
     max_inter_token_ms: MaxInterTokenMs = "auto"

@@ -38,6 +38,7 @@ from glm5.serve.service.service import Engine, Service
 from glm5.serve.service.state import ServerState
 from glm5.serve.sglang.info import router as sglang_info
 from glm5.serve.sglang.route import router as sglang
+from glm5.serve.vllm.generate import router as generate
 from glm5.serve.vllm.info import router as vllm_info
 from glm5.serve.vllm.tokens import router as tokens
 
@@ -64,9 +65,21 @@ def create_app(
     bounds = Bounds(config.max_prompt_tokens, config.max_output_tokens, config.request_timeout)
     log_tokenizer = tokenizer if config.enable_log_requests else None
     metered = MeteredEngine(engine, metrics, limits, bounds, log_tokenizer, tracing)
-    service = Service(metered, template, tokenizer, names, config.model, state, metrics, config.profile_dir)
+    service = Service(
+        metered,
+        template,
+        tokenizer,
+        names,
+        config.model,
+        state,
+        metrics,
+        config.profile_dir,
+        processed_logprobs=config.logprobs_mode == "processed_logprobs",
+        tokens_as_ids=config.return_tokens_as_token_ids,
+        routed_experts=config.enable_return_routed_experts,
+    )
     app.state.service, app.state.probe = service, Probe()
-    apis = (chat, completions, responses, anthropic, sglang, sglang_info, vllm_info, tokens)
+    apis = (chat, completions, responses, anthropic, sglang, sglang_info, vllm_info, tokens, generate)
     for router in (*apis, models, health, metrics_page, admin, pages):
         app.include_router(router)
     documents.install(app)

@@ -83,7 +83,9 @@ class ChatAnswer:
         content = {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
         if body.return_token_ids:
             choice["token_ids"] = list(step.token_ids)
-            content |= {"prompt_token_ids": list(self.prompt_ids)} if is_first else {}
+            if is_first:
+                # vLLM's clients read them here, SGLang's in the choice.
+                content["prompt_token_ids"] = choice["prompt_token_ids"] = list(self.prompt_ids)
         if step.prompt_logprobs is not None:
             content["prompt_logprobs"] = prompt_logprobs(step.prompt_logprobs)
         if body.includes_usage:
@@ -136,7 +138,9 @@ class ChatAnswer:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        return content | ({"token_ids": choice.token_ids} if self.body.return_token_ids else {})
+        if self.body.return_token_ids:
+            content |= {"token_ids": choice.token_ids, "prompt_token_ids": list(self.prompt_ids)}
+        return content
 
 
 def _append(choice: _Choice, step: Step, delta: dict[str, Any]) -> None:

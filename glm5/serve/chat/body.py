@@ -7,11 +7,13 @@ from pydantic import Field
 
 from glm5.common.errors import RequestError
 from glm5.engine.sampling.params import MAX_LOGPROBS, Bounds
+from glm5.serve.generation.logprobs import TokenTexts
 from glm5.serve.generation.openapi_schemas import MESSAGES, TOOL_CHOICE, TOOLS
 from glm5.serve.generation.prompting import ToolChoice
 from glm5.serve.generation.sampling_fields import MEANINGLESS, REFUSED, SamplingFields
 from glm5.serve.generation.thinking import Thinking
-from glm5.serve.http.body import StrictModel
+from glm5.serve.http.body import Body, StrictModel
+from glm5.serve.service.service import Service
 
 
 class StreamOptions(StrictModel):
@@ -21,11 +23,8 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class AnswerFields(SamplingFields):
-    """What the answers of chat and text completions have in common."""
-
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
-    meaningless: ClassVar[frozenset[str]] = MEANINGLESS
+class StreamFields(Body):
+    """How an answer is sent, and what it says besides."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -33,8 +32,6 @@ class AnswerFields(SamplingFields):
     """The id of the answer is made of it."""
     return_token_ids: bool = False
     """Say the token ids of prompt and answer."""
-    return_tokens_as_token_ids: bool = False
-    """Log-probabilities name tokens "token_id:n", so that none are confused."""
 
     @property
     def includes_usage(self) -> bool:
@@ -49,6 +46,21 @@ class AnswerFields(SamplingFields):
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options are for streams; allowed: with stream true", "stream_options")
+
+
+class AnswerFields(SamplingFields, StreamFields):
+    """What the answers of chat and text completions have in common."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = REFUSED
+    meaningless: ClassVar[frozenset[str]] = MEANINGLESS
+
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens "token_id:n", so that none are confused. Default: if the server says so."""
+
+    def formatter(self, service: Service) -> TokenTexts:
+        """What names the tokens of log-probabilities."""
+        wanted = self.return_tokens_as_token_ids
+        return TokenTexts(service.tokenizer, as_ids=service.tokens_as_ids if wanted is None else wanted)
 
 
 class ChatBody(AnswerFields):

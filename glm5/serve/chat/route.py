@@ -13,7 +13,6 @@ from glm5.common.errors import RequestError
 from glm5.serve.chat.answer import ChatAnswer
 from glm5.serve.chat.body import ChatBody
 from glm5.serve.generation.job import Job, Usage, check, steps
-from glm5.serve.generation.logprobs import TokenTexts
 from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt
 from glm5.serve.generation.sampling_fields import fit
 from glm5.serve.generation.thinking import template_kwargs
@@ -33,8 +32,7 @@ async def chat_completions(body: ChatBody = Depends(_read), service: Service = D
     # Templates and tokenizers take a second for a million tokens, which would block the event loop.
     job = await asyncio.to_thread(_prepare, body, service)
     check(job, service)
-    formatter = TokenTexts(service.tokenizer, as_ids=body.return_tokens_as_token_ids)
-    answer = ChatAnswer(body, job.id, body.model or service.model_names[0], job.prompt_ids, formatter)
+    answer = ChatAnswer(body, job.id, body.model or service.model_names[0], job.prompt_ids, body.formatter(service))
     usage = Usage(len(job.prompt_ids))
     if body.stream:
         return await EventStream.begun(_events(job, service, answer, usage), failed=failed)

@@ -15,7 +15,6 @@ from glm5.serve.chat.route import failed
 from glm5.serve.completions.answer import CompletionAnswer, PromptInput
 from glm5.serve.completions.body import CompletionBody, TextOrIds
 from glm5.serve.generation.job import Job, Step, Usage, check_all, merged, steps
-from glm5.serve.generation.logprobs import TokenTexts
 from glm5.serve.generation.sampling_fields import context_exceeded, fit
 from glm5.serve.http.body import body_of, described
 from glm5.serve.http.call import answer_id
@@ -33,8 +32,7 @@ async def completions(body: CompletionBody = Depends(_read), service: Service = 
     name = answer_id("cmpl-", body.request_id)
     prompts, jobs = await asyncio.to_thread(_prepare, body, service, name)
     await check_all(jobs, service)
-    formatter = TokenTexts(service.tokenizer, as_ids=body.return_tokens_as_token_ids)
-    answer = CompletionAnswer(body, name, body.model or service.model_names[0], prompts, formatter)
+    answer = CompletionAnswer(body, name, body.model or service.model_names[0], prompts, body.formatter(service))
     if body.stream:
         return await EventStream.begun(_events(jobs, service, answer), failed=failed)
     usages = _usages(jobs)

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 SERVER_CLOSING = "server_closing"
 
 LogprobRow = dict[int, Logprob]  # the token itself first, then the likeliest
+LEAST_LOGPROB = -9999.0  # vLLM's for a token that could not be sampled: JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Reader:
 @dataclass(frozen=True)
 class Job:
     """A request that is ready for the engine. `id`: the id under which its tenant may abort it. `reader` None: the
-    answer is plain text. `names`: {name in `SamplingParams`: the API's name} for error messages.
+    answer is plain text. `names`: {name in `SamplingParams`: the API's name} for error messages. `processed`: the
+    `logprob` of each token is its `tempered`; None: if the server says so.
     """
 
     id: str
@@ -60,6 +62,7 @@ class Job:
     options: Options = field(default_factory=Options)
     reader: Reader | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    processed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ class _DeltaReader:
 
     job: Job
     usage: Usage
+    processed: bool = False
     answers: dict[int, _Answer] = field(default_factory=dict)
     has_cached_count: bool = False
 
@@ -143,13 +147,16 @@ class _DeltaReader:
             index=delta.index,
             events=events,
             token_ids=delta.token_ids,
-            logprobs=delta.logprobs if self.job.params.logprobs is not None else None,
-            prompt_logprobs=delta.prompt_logprobs,
+            logprobs=self._rows(delta.logprobs) if self.job.params.logprobs is not None else None,
+            prompt_logprobs=self._rows(delta.prompt_logprobs),
             finish_reason="tool_calls" if reason == "stop" and answer.has_called else reason,
             stop_reason=delta.stop_reason,
             routed_experts=delta.routed_experts,
             version=delta.version,
         )
+
+    def _rows(self, rows: Sequence[LogprobRow] | None) -> Sequence[LogprobRow] | None:
+        return rows if rows is None or not self.processed else [_processed(row) for row in rows]
 
     def _answer(self, index: int) -> _Answer:
         if index not in self.answers:
@@ -179,6 +186,15 @@ class _DeltaReader:
             self.usage.reasoning_tokens += len(delta.token_ids) if before_end is None else before_end
 
 
+def _processed(row: LogprobRow) -> LogprobRow:
+    """With the values of the distribution that was sampled from in place of the model's own."""
+
+    def value(found: Logprob) -> float:
+        return found.logprob if found.tempered is None else max(found.tempered, LEAST_LOGPROB)
+
+    return {token_id: found._replace(logprob=value(found)) for token_id, found in row.items()}
+
+
 async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step, None]:
     """Run a job; yields its steps as they arrive, and updates `usage`. Closing the generator aborts the request.
 
@@ -186,7 +202,8 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
     server closes it. Logs one line for each request, without its text.
     """
     start, reason = time.monotonic(), "left"
-    reading = _DeltaReader(job, usage)
+    processed = service.processed_logprobs if job.processed is None else job.processed
+    reading = _DeltaReader(job, usage, processed=processed)
     tenant = caller().name
     engine_id = service.running.enter(tenant, job.id)
     try:

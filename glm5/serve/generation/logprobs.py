@@ -26,16 +26,20 @@ class TokenTexts:
         return list(self.tokenizer.bytes_of(token_id))
 
 
-def chat_logprobs(rows: Sequence[LogprobRow], num_logprobs: int, formatter: TokenTexts) -> dict[str, Any]:
+def chat_logprobs(
+    rows: Sequence[LogprobRow], num_logprobs: int, formatter: TokenTexts, *, with_bytes: bool = True
+) -> dict[str, Any]:
     """A chat choice's `logprobs`."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        return {"token": formatter.name(token_id), "logprob": logprob, "bytes": formatter.token_bytes(token_id)}
+        named = {"token": formatter.name(token_id), "logprob": logprob}
+        return {**named, "bytes": formatter.token_bytes(token_id)} if with_bytes else named
 
     content: list[dict[str, Any]] = []
     for row in rows:
         token_id, found = next(iter(row.items()))
         best = sorted(row.items(), key=lambda item: item[1].rank)[:num_logprobs]
+        best.sort(key=lambda item: -item[1].logprob)  # another order than that of ranks if they are processed
         likeliest = [entry(other, other_found.logprob) for other, other_found in best]
         content.append({**entry(token_id, found.logprob), "top_logprobs": likeliest})
     return {"content": content, "refusal": None}

@@ -112,7 +112,7 @@ class SamplingFields(create_model("LogitFields", __base__=Body, **_LOGIT_FIELDS)
         RequestError where two do."""
         found: dict[str, StructuredOutputsParams] = {}
         if self.structured_outputs is not None:
-            found["structured_outputs"] = _structured(self.structured_outputs)
+            found["structured_outputs"] = structured(self.structured_outputs)
         for name, kind in _OLDER.items():
             if (value := getattr(self, name)) is not None:
                 with named({"structured_outputs": name}, kind):
@@ -154,7 +154,7 @@ def context_exceeded(max_context: int, found: str, *, param: str) -> ApiError:
     )
 
 
-def _structured(given: Mapping[str, Any]) -> StructuredOutputsParams:
+def structured(given: Mapping[str, Any]) -> StructuredOutputsParams:
     """vLLM's `structured_outputs`."""
     given = {key: value for key, value in given.items() if value is not None}
     for key, value in given.items():

@@ -57,7 +57,9 @@ class Engine(Protocol):
 @dataclass(frozen=True)
 class Service:
     """`model_names`: the served names of the model; responses without a requested name have the first. `profile_dir`:
-    the folder for profiler traces, or None."""
+    the folder for profiler traces, or None. `processed_logprobs`: whether log-probabilities are those of the sampling
+    distribution where the API does not say which. `tokens_as_ids`: whether they name tokens by their ids unless the
+    request says otherwise. `routed_experts`: whether the engine records them."""
 
     engine: Engine
     template: ChatTemplate
@@ -67,6 +69,9 @@ class Service:
     state: ServerState
     metrics: ServerMetrics
     profile_dir: str | None = None
+    processed_logprobs: bool = False
+    tokens_as_ids: bool = False
+    routed_experts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     # Names of unknown request fields that were logged already.
     logged_fields: set[str] = field(default_factory=set)

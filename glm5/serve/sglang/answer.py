@@ -14,12 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.frontend.outputs import Logprob
-from glm5.engine.transport.wire import RoutedExperts
 from glm5.serve.generation.job import LogprobRow, Step
+from glm5.serve.generation.routed_experts import ExpertRuns
 from glm5.serve.service.service import Service
 from glm5.serve.sglang.body import LogprobRange
 
@@ -45,28 +43,26 @@ class _Prompt:
     """The state that all answers to a prompt share."""
 
     spec: PromptSpec
+    experts: ExpertRuns
     cached_tokens: int = 0
     logprobs: dict[str, str] = field(default_factory=dict)
-    experts: list[RoutedExperts] = field(default_factory=list)
 
 
 class PartialAnswer:
-    """The output of one answer so far."""
+    """The output of one answer so far, the prompt's number `index`."""
 
-    def __init__(self, prompt: _Prompt, answer_id: str, service: Service):
-        self._prompt, self._id, self._service = prompt, answer_id, service
+    def __init__(self, prompt: _Prompt, index: int, answer_id: str, service: Service):
+        self._prompt, self._index, self._id, self._service = prompt, index, answer_id, service
         self._started = time.monotonic()
         self._text, self._ids, self._logprobs, self._likeliest = "", "", "", ""  # JSON, without quotes or brackets
         self._num_tokens, self._num_steps = 0, 0
-        self._experts: list[RoutedExperts] = []
         self._versions: list[dict[str, Any]] = []
         self._ending: dict[str, Any] | None = None
 
     def take(self, step: Step) -> None:
         """Add a step of this answer."""
         spec = self._prompt.spec
-        if step.routed_experts is not None:
-            self._experts.append(step.routed_experts)
+        self._prompt.experts.take(step)
         if not spec.omits_output:
             self._text += json.dumps(step.text)[1:-1]
             self._ids = _longer(self._ids, [json.dumps(token_id) for token_id in step.token_ids])
@@ -146,21 +142,11 @@ class PartialAnswer:
                 return {"type": "stop", "matched": last if step.stop_reason is None else step.stop_reason}
 
     def _routed_experts(self) -> str | None:
-        """Base64 of int32 [tokens except the last, layers, experts per token]; 0 in dense layers, -1 for tokens
-        that were not computed."""
+        """Base64 of int32 [tokens except the last, layers, experts per token], from the requested token."""
         spec = self._prompt.spec
-        num_tokens = len(spec.prompt_ids) + self._num_tokens - 1
-        runs = [*self._prompt.experts, *self._experts]
-        if not runs or spec.experts_from is None:
+        experts = self._prompt.experts.by_layer(self._index, self._num_tokens, self._service.engine.cfg)
+        if experts is None or spec.experts_from is None:
             return None
-        cfg = self._service.engine.cfg
-        sparse = [layer_idx for layer_idx in range(cfg.num_hidden_layers) if cfg.is_moe(layer_idx)]
-        shape = (max(0, num_tokens), cfg.num_hidden_layers, runs[0].shape[2])
-        experts = np.zeros(shape, dtype="<i4")
-        experts[:, sparse] = -1
-        for run in runs:
-            rows = np.frombuffer(run.experts, dtype="<i2").reshape(run.shape)[: max(0, num_tokens - run.start)]
-            experts[run.start : run.start + len(rows), sparse] = rows
         return base64.b64encode(experts[spec.experts_from :].tobytes()).decode()
 
 
@@ -169,9 +155,9 @@ class Answers:
 
     def __init__(self, specs: Sequence[PromptSpec], num_answers: int, service: Service):
         self.num_answers = num_answers
-        self._prompts = [_Prompt(spec) for spec in specs]
+        self._prompts = [_Prompt(spec, ExpertRuns(len(spec.prompt_ids))) for spec in specs]
         self._growing = [
-            PartialAnswer(prompt, prompt.spec.id if num_answers == 1 else f"{prompt.spec.id}_{index}", service)
+            PartialAnswer(prompt, index, prompt.spec.id if num_answers == 1 else f"{prompt.spec.id}_{index}", service)
             for prompt in self._prompts
             for index in range(num_answers)
         ]
@@ -182,10 +168,6 @@ class Answers:
         prompt.cached_tokens = cached_tokens
         if step.prompt_logprobs is not None and prompt.spec.logprobs.start >= 0:
             prompt.logprobs = _of_prompt(prompt.spec, step.prompt_logprobs)
-        run, num_prompt = step.routed_experts, len(prompt.spec.prompt_ids)
-        if run is not None and run.start < num_prompt - 1 and self.num_answers > 1:
-            # The prompt's experts are computed once, and reported with the first answer.
-            prompt.experts.append(run)
         place = number * self.num_answers + step.index
         self._growing[place].take(step)
         return place

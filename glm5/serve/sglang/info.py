@@ -62,8 +62,16 @@ async def server_info(service: Service = Depends(get_service)) -> Info:
         "resolved": dict(engine.table),
         "weight_version": _version(stats, service),
         "version": __version__,
+        "vllm_config": _vllm_config(service),
         "internal_states": [_state(stats)],
     }
+
+
+def _vllm_config(service: Service) -> Info:
+    """What TRL reads of vLLM's route of this name: what log-probabilities are, and that it cannot send weights."""
+    mode = "processed_logprobs" if service.processed_logprobs else "raw_logprobs"
+    model = {"model": service.root, "max_model_len": service.engine.max_model_len, "logprobs_mode": mode}
+    return {"model_config": model, "weight_transfer_config": None}
 
 
 async def _stats(service: Service) -> Info | None:

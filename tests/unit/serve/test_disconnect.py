@@ -19,6 +19,7 @@ ROUTES = {
     "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": ASK, "max_tokens": 9},
     "/generate": {"text": "hi"},
+    "/inference/v1/generate": {"token_ids": [1, 2]},
 }
 
 

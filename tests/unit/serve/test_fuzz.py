@@ -13,6 +13,7 @@ from glm5.serve.chat.body import ChatBody
 from glm5.serve.completions.body import CompletionBody
 from glm5.serve.responses.body import ResponsesBody
 from glm5.serve.sglang.body import AbortBody, GenerateBody
+from glm5.serve.vllm.generate_body import GenerateBody as TokensBody
 from glm5.serve.vllm.tokens import DetokenizeBody, TokenizeBody
 from tests.unit.serve.asking import ASK
 
@@ -25,6 +26,7 @@ ROUTES = {
     "/v1/messages": (MessagesBody, {"messages": ASK, "max_tokens": 5}),
     "/v1/messages/count_tokens": (CountBody, {"messages": ASK}),
     "/generate": (GenerateBody, {"text": "x"}),
+    "/inference/v1/generate": (TokensBody, {"token_ids": [1]}),
     "/abort_request": (AbortBody, {"rid": "x"}),
 }
 ATOMS = [None, True, False, 0, 1, -1, 7, 2**31, 2**63, 2**70, 0.5, -1e300, 1e-300, "", "x", "auto", "\u00fc\U0001f600",

@@ -48,6 +48,11 @@ ROUTES = [
     ("/v1/responses", {"input": LONG, "max_output_tokens": 16}, of_responses),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 2}, of_anthropic),
     ("/generate", {"text": LONG, "sampling_params": {"max_new_tokens": 2}}, of_sglang),
+    (
+        "/inference/v1/generate",
+        {"token_ids": tiny_tokenizer().encode(LONG), "sampling_params": {"max_tokens": 2}},
+        of_openai,
+    ),
 ]
 
 

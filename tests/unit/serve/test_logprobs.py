@@ -7,8 +7,11 @@ import openai
 import pytest
 import torch
 
+from glm5.engine.async_engine import AsyncEngine
+from glm5.engine.llm import LLM
 from tests.support.models import random_model
 from tests.support.running import logprobs_of
+from tests.support.serving import served
 from tests.support.tokenizers import tiny_tokenizer
 from tests.unit.serve.asking import ASK, RequestBuilder, joined
 
@@ -211,3 +214,59 @@ def test_the_comparison_notices_another_model(chat):
     other = logprobs_of(random_model(12), ids)
     want = torch.tensor([float(other[at, token]) for at, token in enumerate(ids[1:])])[-6:]
     assert (want - torch.tensor([entry["logprob"] for entry in entries])).abs().max() > 100 * CLOSE
+
+
+@pytest.fixture(scope="module")
+def processed():
+    """A server whose log-probabilities are those of the sampling distribution, of tokens named by their ids."""
+    llm = LLM(random_model(11), TOKENIZER, max_num_seqs=4)
+    flags = {"logprobs_mode": "processed_logprobs", "return_tokens_as_token_ids": True}
+    with AsyncEngine(llm) as engine, served(engine, **flags) as http:
+        yield http
+
+
+def test_processed_logprobs_are_those_that_were_sampled_from(processed):
+    fields = {
+        "temperature": 2.0,
+        "top_k": 2,
+        "seed": 4,
+        "n": 2,
+        **dict.fromkeys(("ignore_eos", "return_token_ids"), True),
+    }
+    chat = RequestBuilder(processed, messages=ASK, max_tokens=6, logprobs=True, top_logprobs=3, **fields)
+    whole = chat.answer()
+    for index, streamed in joined(chunks := chat.chunks()).items():
+        choice = whole["choices"][index]
+        ids, content = choice["token_ids"], choice["logprobs"]["content"]
+        every = logprobs_of(random_model(11), [*whole["prompt_token_ids"], *ids])[-7:-1]
+        for token_id, entry, own in zip(ids, content, every, strict=True):
+            best = torch.as_tensor(own).topk(2)
+            want = dict(zip(best.indices.tolist(), (best.values / 2).log_softmax(-1).tolist(), strict=True))
+            assert entry["token"] == f"token_id:{token_id}"
+            assert entry["logprob"] == pytest.approx(want[token_id], abs=CLOSE)
+            told = [top["logprob"] for top in entry["top_logprobs"]]
+            assert told == [*(pytest.approx(value, abs=CLOSE) for value in want.values()), -9999.0]
+        assert_same(streamed["logprobs"], content)
+        assert choice["prompt_token_ids"] == whole["prompt_token_ids"]
+    first = [part for chunk in chunks for part in chunk["choices"] if "prompt_token_ids" in part]
+    assert [part["prompt_token_ids"] for part in first] == [whole["prompt_token_ids"]] * 2
+
+
+def test_processed_text_and_prompts(processed):
+    prompts = [TOKENIZER.encode(PROMPT), [1, 2, 3]]
+    fields = {"temperature": 2.0, "seed": 4, "n": 2, "ignore_eos": True, "return_token_ids": True, "max_tokens": 4}
+    text = RequestBuilder(processed, "/v1/completions", prompt=prompts, logprobs=0, prompt_logprobs=0, **fields)
+    choices = text.answer()["choices"]
+    for number, choice in enumerate(choices):
+        ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+        assert choice["prompt_token_ids"] == prompts[number // 2]
+        scaled = (torch.as_tensor(logprobs_of(random_model(11), ids)) / 2).log_softmax(-1)
+        want = [float(scaled[place, token_id]) for place, token_id in enumerate(ids[1:])]
+        told = [
+            row[str(token_id)]["logprob"] for token_id, row in zip(ids, choice["prompt_logprobs"], strict=False) if row
+        ]
+        assert told + choice["logprobs"]["token_logprobs"] == pytest.approx(want, abs=CLOSE)
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    asked = {"prompt": PROMPT, "logprobs": 0, "max_tokens": 2, "return_tokens_as_token_ids": False}
+    named = processed.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]["tokens"]
+    assert not [name for name in named if name.startswith("token_id:")], "the request decides"

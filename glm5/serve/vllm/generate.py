@@ -1,0 +1,60 @@
+"""POST /inference/v1/generate: vLLM's route for trainers and environments. Token ids in, token ids out."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import Response
+
+from glm5.engine.frontend.request_builder import Options
+from glm5.serve.chat.route import failed
+from glm5.serve.generation.job import Job, Usage, check, steps
+from glm5.serve.generation.sampling_fields import fit
+from glm5.serve.http.body import body_of, described
+from glm5.serve.http.call import answer_id
+from glm5.serve.http.errors import named
+from glm5.serve.http.sse import DONE, EventStream
+from glm5.serve.service.service import Service, get_service
+from glm5.serve.vllm.generate_answer import GenerateAnswer, written
+from glm5.serve.vllm.generate_body import NAMES, GenerateBody, Sampling
+
+router = APIRouter()
+_read = body_of(GenerateBody)
+
+
+@router.post("/inference/v1/generate", response_model=None, openapi_extra=described(GenerateBody, streams=True))
+async def generate(body: GenerateBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
+    """Continue token ids: token ids and their log-probabilities out, as a stream of chunks or in one response."""
+    # Checking a million token ids takes a while.
+    job, sampling = await asyncio.to_thread(_prepare, body, service)
+    check(job, service)
+    answer, usage = GenerateAnswer(body, job, service, sampling.experts_from), Usage(len(job.prompt_ids))
+    if body.stream:
+        return await EventStream.begun(_events(job, service, answer, usage), failed=failed)
+    async with aclosing(steps(job, service, usage)) as found:
+        content = answer.whole([step async for step in found], usage)
+    return Response(written(content), media_type="application/json")
+
+
+def _prepare(body: GenerateBody, service: Service) -> tuple[Job, Sampling]:
+    body.check()
+    sampling, num_prompt = body.sampling(), len(body.token_ids)
+    room = fit(service, num_prompt, None, prompt="token_ids", limit=NAMES["max_tokens"])
+    if sampling.max_tokens is not None:  # as in vLLM's route, an answer may end where the context does
+        room = min(sampling.max_tokens, service.engine.max_model_len - num_prompt)
+    with named(NAMES):
+        params = sampling.params(room)
+    options = Options(priority=body.priority, cache_salt=body.cache_salt, routed_experts=service.routed_experts)
+    name = answer_id("generate-tokens-", body.request_id)
+    return Job(name, body.token_ids, params, options, names=NAMES, processed=True), sampling
+
+
+async def _events(job: Job, service: Service, answer: GenerateAnswer, usage: Usage) -> AsyncGenerator[str, None]:
+    async with aclosing(steps(job, service, usage)) as found:  # a lost connection aborts the request at once
+        async for step in found:
+            if (chunk := answer.chunk(step, usage)) is not None:
+                yield f"data: {written(chunk)}\n\n"
+    if answer.body.includes_usage:
+        yield f"data: {written(answer.last_chunk(usage))}\n\n"
+    yield DONE
