@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from glm5.common.errors import GlmError, words_of
+from glm5.engine.cache.changes import CacheChanges
 from glm5.engine.core.control import Control
 from glm5.engine.core.depth import AdaptiveDepth
 from glm5.engine.core.grammars import fill_masks
@@ -34,6 +35,7 @@ from glm5.engine.scheduler.messages import Abort, Finish, Message, Resume, SetDe
 from glm5.engine.scheduler.plan import Output, StepPlan
 from glm5.engine.scheduler.scheduler import Scheduler
 from glm5.engine.tiers.copies import CopyQueue
+from glm5.engine.transport.kv_events import KvEventPublisher
 from glm5.engine.transport.wire import (
     AbortRequests,
     AddRequest,
@@ -58,7 +60,8 @@ class EngineCore:
 
     `compiler` None refuses grammars, `copies` None means no tiers, `depth` None always drafts to the maximum. `pace`
     None limits prompt tokens in a step by `config` alone; otherwise a launch must be synchronous, since `clock` times
-    it. `ranks`: the other ranks; they receive every message that the scheduler receives.
+    it. `ranks`: the other ranks; they receive every message that the scheduler receives. `kv_events`: where changes of
+    the prefix tree and of the tiers are published.
     """
 
     def __init__(
@@ -75,10 +78,13 @@ class EngineCore:
         pace: PromptPace | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ranks: Followers | None = None,
+        kv_events: KvEventPublisher | None = None,
     ):
-        self.ranks = ranks
+        self.ranks, self._kv_events = ranks, kv_events
         self.runner, self.config, self.facts = runner, config, facts
         self.scheduler = Scheduler(config, version=weights.version, identity=weights.identity)
+        changes = self.scheduler.page_manager.tree.changes = None if kv_events is None else CacheChanges()
+        self._changes = changes
         self.weights, self.compiler, self.depth = weights, compiler, depth
         self.pace, self._clock = pace, clock
         self.counters = Counters(config.max_depth)
@@ -136,6 +142,8 @@ class EngineCore:
         while len(self._unread) > num_unread:
             self._read(*self._unread.popleft())
         self._wait = plan.wait
+        if self._kv_events is not None and self._changes is not None and (changes := self._changes.take()):
+            self._kv_events.publish(changes)
         if not plan.items and not has_read:
             self._sleep_until_something_ends()
         return self._outgoing()
@@ -170,6 +178,8 @@ class EngineCore:
             self.compiler.close()
         if self.ranks is not None:
             self.ranks.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     def _receive_all(self) -> None:
         """Handle everything that arrived since the last iteration."""
