@@ -30,8 +30,8 @@ class KvEventsConfig(Command):
     """Batches that may wait for a slow subscriber before it misses some; 0: no limit."""
     max_queue_size: Count = 100_000
     """Batches that may wait to be sent before the engine waits."""
-    topic: str = Field(default="", min_length=0)
-    """Topic of the events, by which subscribers filter."""
+    topic: str | None = None
+    """Topic of the events, by which subscribers filter. Default: the empty one."""
 
     @model_validator(mode="before")
     @classmethod

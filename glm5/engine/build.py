@@ -40,7 +40,7 @@ from glm5.engine.sampling.compiling import Compiler, Vocabulary
 from glm5.engine.sampling.simulated import probability_of
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.shared_model import SharedModel
-from glm5.engine.start_table import start_table
+from glm5.engine.start_table import sizes_of, start_table
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.transport.heartbeat import Heartbeat
 from glm5.engine.transport.kv_events import KvEventPublisher
@@ -322,6 +322,7 @@ def _parts(
         vocab_size=cfg.vocab_size,
         routed_experts=config.enable_return_routed_experts,
         simulated_acceptance=simulated,
+        **sizes_of(model, cache, group.shard.size),
         table=[
             *start_table(config, model, cache, max_model_len, depth, prompt_share, scheduler, is_native=is_native),
             *([("graphs", str(warmth))] if warmth is not None else []),

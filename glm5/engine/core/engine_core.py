@@ -109,7 +109,8 @@ class EngineCore:
         self._specs: dict[int, SeqSpec] = {}
         self._reports: dict[int, PromptReport] = {}
         self._constrained: dict[int, Reply] = {}
-        self._unread: deque[tuple[StepPlan, int, Launched]] = deque()
+        self._unread: deque[tuple[StepPlan, int, Launched, float]] = deque()
+        self._last_read = 0.0
         self._draft_depth = config.max_depth
         self._wait: str | None = "requests"
 
@@ -285,19 +286,21 @@ class EngineCore:
             if reply is not None and reply.num_cached is None:
                 reply.num_cached = min(item.start, reply.spec.num_prompt)
                 reply.began = time.monotonic()
-        began = self._clock()
+        launched_at, began = time.perf_counter(), self._clock()
         launched = self.runner.launch(plan, self._specs)
         if self.pace is not None and plan.items:
             self.pace.observe(plan.items, self._clock() - began)
         if plan.items:
-            self._unread.append((plan, self._draft_depth, launched))
+            self._unread.append((plan, self._draft_depth, launched, launched_at))
             self._draft_depth = plan.draft_depth
         if self.tiering is not None:
             self.tiering.begin_loads(plan)
 
-    def _read(self, plan: StepPlan, draft_depth: int, launched: Launched) -> None:
+    def _read(self, plan: StepPlan, draft_depth: int, launched: Launched, launched_at: float) -> None:
         """Read and apply a launched step. `draft_depth`: the depth at which the step before it drafted."""
         result = launched.read()
+        began, self._last_read = max(launched_at, self._last_read), time.perf_counter()
+        self.counters.count_step(plan.items, sum(map(len, result.tokens.values())), self._last_read - began)
         note_prompts(plan.items, result, self._reports)
         for output in self.scheduler.apply(plan.step, result.tokens):
             if output.seq_id in result.no_valid_token:

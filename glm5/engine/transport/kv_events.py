@@ -115,7 +115,8 @@ class KvEventPublisher:
 
     def __init__(self, config: KvEventsConfig, page_size: int, *, rank: int = 0):
         self._page_size, self._rank = page_size, rank
-        self._topic, self._encoder = config.topic.encode(), msgspec.msgpack.Encoder()
+        topic = config.topic or ""
+        self._topic, self._encoder = topic.encode(), msgspec.msgpack.Encoder()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._context = zmq.Context()
         try:
@@ -132,9 +133,8 @@ class KvEventPublisher:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self.source = KvEventSource(
-            _address(self._pub), None if replay is None else _address(self._replay), config.topic
-        )
+        at = None if self._replay is None else _address(self._replay)
+        self.source = KvEventSource(_address(self._pub), at, topic)
         self._thread = threading.Thread(target=self._run, name="glm5-kv-events", daemon=True)
         self._thread.start()
         self.publish([Cleared()])
@@ -207,4 +207,6 @@ def _is_own(address: str) -> bool:
 
 def _address(socket: zmq.Socket[bytes]) -> str:
     """The address in use, with the port that was chosen for a wildcard."""
-    return socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+    address = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.rstrip(b"\0").decode()

@@ -214,7 +214,9 @@ class Facts(msgspec.Struct):
     """What clients need to check requests themselves, and `table`: every resolved setting, to print.
 
     `simulated_acceptance`: for speed measurements, drafts are accepted at random, with so many tokens a step.
-    `kv_events`: where events of the KV cache are published.
+    `kv_events`: where events of the KV cache are published. `accelerator`: name of the GPU, None for a CPU, and
+    `num_ranks`, how many of them hold the model. `weight_bytes` and `cache_bytes`: memory of each. `cache_dtype`: the
+    cache's layout.
     """
 
     page_size: int
@@ -228,6 +230,11 @@ class Facts(msgspec.Struct):
     table: list[tuple[str, str]]
     simulated_acceptance: float | None = None
     kv_events: KvEventSource | None = None
+    accelerator: str | None = None
+    num_ranks: int = 1
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    cache_dtype: str = "auto"
 
 
 class Ready(msgspec.Struct, tag=True):

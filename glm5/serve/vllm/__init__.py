@@ -1,1 +1,1 @@
-"""vLLM's small routes: /tokenize and /detokenize in `tokens.py`, /version and /is_sleeping in `info.py`."""
+"""vLLM's small routes: /tokenize and /detokenize in `tokens.py`; /version, /load and others in `info.py`."""

@@ -1,4 +1,4 @@
-"""The publisher of KV events: the frames on the wire, replay, addresses, and a model whose cache a subscriber follows."""
+"""The publisher of KV events: frames on the wire, replay, addresses, and a model whose cache a subscriber follows."""
 
 import struct
 from contextlib import contextmanager
@@ -131,8 +131,7 @@ def test_an_address_of_others_is_connected_to():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"endpont": "tcp://*:1"}, r"kv_events_config\.endpont: got 'tcp://\*:1'; allowed: no such key; did you mean "
-                                   r"endpoint\?"),
+        ({"endpont": "tcp://*:1"}, r"kv_events_config\.endpont: got 'tcp://\*:1'; .* key; did you mean endpoint\?"),
         ({"endpoint": "tcp://*:1"}, "kv_events_config.enable_kv_cache_events: got None; allowed: true, to publish"),
         ({"enable_kv_cache_events": True, "endpoint": "5557"}, r"kv_events_config\.endpoint: got '5557'; allowed: an "),
         ({"enable_kv_cache_events": True, "publisher": "nats"}, r"kv_events_config\.publisher: got 'nats'; allowed: "),
