@@ -88,14 +88,15 @@ class DynamoEngine:
         """Stream the tokens of a request's answers."""
         assert self.engine is not None
         prompt_ids, params = request["token_ids"], params_of(request, self.engine.defaults)
-        num_generated = num_cached = 0
+        num_generated, num_cached = 0, None
         self._num_running += 1
         try:
             async with self.engine.generate(prompt_ids, params, request_id=context.id()) as deltas:
                 async for delta in deltas:
                     num_generated += len(delta.token_ids)
-                    num_cached = num_cached or delta.num_cached_tokens or 0
-                    yield chunk_of(delta, len(prompt_ids), num_generated, num_cached)
+                    if num_cached is None:  # the first answer's; others share the prompt that it computed
+                        num_cached = delta.num_cached_tokens
+                    yield chunk_of(delta, len(prompt_ids), num_generated, num_cached or 0)
         finally:
             self._num_running -= 1
 
