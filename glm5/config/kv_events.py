@@ -38,8 +38,9 @@ class KvEventsConfig(Command):
     def _known_keys(cls, given: Any) -> Any:
         for key in given if isinstance(given, Mapping) else ():
             if key not in cls.model_fields:
-                close = get_close_matches(str(key), cls.model_fields, n=1) or [", ".join(cls.model_fields)]
-                raise Refused(f"kv_events_config.{key}", given[key], f"no such key; did you mean {close[0]}?")
+                close = get_close_matches(str(key), cls.model_fields, n=1)
+                asks = f"; did you mean {close[0]}?" if close else ""
+                raise Refused("kv_events_config", key, f"the keys {', '.join(cls.model_fields)}{asks}")
         return given
 
     @field_validator("endpoint", "replay_endpoint")
