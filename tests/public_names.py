@@ -42,6 +42,8 @@ ASKED = {  # requests whose answers show their fields, streamed and in one piece
     },
     "/v1/responses": {"input": "hi", "max_output_tokens": 4},
     "/v1/messages": {"model": "tiny", "messages": MESSAGES, "max_tokens": 4},
+    "/v1/completions/render": {"prompt": "hi"},
+    "/v1/chat/completions/render": {"messages": MESSAGES},
     "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 4}, "return_logprob": True},
     "/inference/v1/generate": {
         "token_ids": [1, 2],
@@ -49,7 +51,16 @@ ASKED = {  # requests whose answers show their fields, streamed and in one piece
         "return_token_ids": True,
     },
 }
-LOOKED_AT = ("/v1/models", "/health", "/version", "/get_model_info", "/get_server_info", "/server_info", "/load")
+LOOKED_AT = (
+    "/v1/models",
+    "/health",
+    "/version",
+    "/get_model_info",
+    "/get_server_info",
+    "/server_info",
+    "/load",
+    "/v1/loads",
+)
 
 
 def public_names() -> list[str]:

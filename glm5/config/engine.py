@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from glm5.common.errors import ConfigError
 from glm5.config.command import MANY, Also, Command, Count, Seconds
+from glm5.config.kv_events import KvEventsConfig
 from glm5.config.model import ModelConfig
 from glm5.config.refusal import Refused
 from glm5.config.tokens import number_of
@@ -73,6 +74,8 @@ class EngineConfig(Command):
     """Folder for pages that leave host memory; they are found again after a restart. Default: none."""
     kv_disk_size: Annotated[float, Field(gt=0, lt=2**30)] = 10.0
     """Maximum GiB in kv_disk_dir."""
+    kv_events_config: KvEventsConfig | None = None
+    """Events of the KV cache for routers, as vLLM's JSON or by the dotted flags. Default: none."""
     enable_return_routed_experts: bool = False
     """Allow requests to return the experts of their tokens."""
     watchdog_timeout: Seconds = 300.0
@@ -125,6 +128,14 @@ class EngineConfig(Command):
     def _merged_on_one_device(self) -> Self:
         if self.adapter is not None and (size := self.tensor_parallel_size) > 1:
             raise Refused("adapter", self.adapter, f"none with tensor_parallel_size {size}; merge it first: glm5 merge")
+        return self
+
+    @model_validator(mode="after")
+    def _prefixes_to_tell_of(self) -> Self:
+        events = self.kv_events_config
+        if events is not None and events.is_on and not self.enable_prefix_caching:
+            allowed = "false without enable_prefix_caching: events are about pages that requests can share"
+            raise Refused("kv_events_config.enable_kv_cache_events", events.is_on, allowed)
         return self
 
     @field_validator("simulate_acceptance")

@@ -10,7 +10,7 @@ from glm5.common.errors import ConfigError
 
 
 class Refused(ValueError):
-    """A validator's error about another field than its own."""
+    """A validator's error about another field than its own; `key` may be a dotted path."""
 
     def __init__(self, key: str, value: Any, allowed: str) -> None:
         super().__init__(allowed)
@@ -68,7 +68,7 @@ def first_error(err: ValidationError) -> tuple[tuple[str, ...], Any, str]:
 def complaint(first: Mapping[str, Any]) -> tuple[tuple[str, ...], Any, str]:
     """The same for one error of pydantic's list."""
     if isinstance(cause := first.get("ctx", {}).get("error"), Refused):
-        return (cause.key,), cause.value, str(cause)
+        return tuple(cause.key.split(".")), cause.value, str(cause)
     text = _ALLOWED.get(first["type"])
     allowed = first["msg"] if text is None else text.format(**first.get("ctx", {}))
     value = _NOTHING if first["type"] == "missing" else first["input"]  # of a missing field, pydantic gives the parent

@@ -32,7 +32,7 @@ from glm5.engine.transport.link import CLOSED
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from glm5.engine.transport.wire import Policy
+    from glm5.engine.transport.wire import EngineInfo, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,11 @@ class AsyncEngine:
     @property
     def max_model_len(self) -> int:
         return self.llm.max_model_len
+
+    @property
+    def info(self) -> EngineInfo:
+        """Sizes of the engine."""
+        return self._client.info
 
     @property
     def cfg(self) -> ModelConfig:

@@ -17,6 +17,7 @@ from glm5.checkpoint.update import identity_of
 from glm5.common.background import in_background
 from glm5.common.errors import ConfigError
 from glm5.config.engine import EngineConfig, check_length
+from glm5.config.kv_events import KvEventsConfig
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
 from glm5.engine.cache.capacity import free_bytes, plan_cache, planned_length, workspace_bytes
@@ -39,9 +40,10 @@ from glm5.engine.sampling.compiling import Compiler, Vocabulary
 from glm5.engine.sampling.simulated import probability_of
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.shared_model import SharedModel
-from glm5.engine.start_table import start_table
+from glm5.engine.start_table import sizes_of, start_table
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.transport.heartbeat import Heartbeat
+from glm5.engine.transport.kv_events import KvEventPublisher
 from glm5.engine.transport.wire import EngineInfo, Start
 from glm5.engine.weights import Weights
 from glm5.kernels import cpu_layer, native_code
@@ -237,6 +239,7 @@ class _RankParts:
     copies: CopyQueue | None
     depth: AdaptiveDepth | None
     pace: PromptPace | None
+    kv_events: KvEventsConfig | None
 
     def core(
         self,
@@ -245,7 +248,11 @@ class _RankParts:
         ranks: Ranks | None = None,
     ) -> EngineCore:
         """The core of the first rank. `followed`: its runner when there are other ranks."""
-        runner, weights, cache = self.runner, self.weights, self.cache
+        runner, weights, cache, events = self.runner, self.weights, self.cache, None
+        if self.kv_events is not None and self.kv_events.is_on:
+            events = KvEventPublisher(self.kv_events, self.scheduler.page_size)
+            self.info.kv_events = events.source
+            self.info.table.append(("kv events", events.source.endpoint))
         return EngineCore(
             runner if followed is None else followed,
             self.scheduler,
@@ -257,6 +264,7 @@ class _RankParts:
             depth=self.depth,
             pace=self.pace,
             ranks=followed,
+            kv_events=events,
         )
 
 
@@ -309,6 +317,7 @@ def _parts(
         vocab_size=cfg.vocab_size,
         routed_experts=config.enable_return_routed_experts,
         simulated_acceptance=simulated,
+        **sizes_of(model, cache, group.shard.size),
         table=[
             *start_table(config, model, cache, max_model_len, depth, prompt_share, scheduler, is_native=is_native),
             *([("graphs", str(warmth))] if warmth is not None else []),
@@ -325,6 +334,7 @@ def _parts(
         copies=copies,
         depth=AdaptiveDepth(depth, cost) if depth and config.adaptive_speculation else None,
         pace=prompt_share.pace,
+        kv_events=config.kv_events_config,
     )
 
 

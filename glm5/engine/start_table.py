@@ -63,6 +63,19 @@ def start_table(
     ]
 
 
+def sizes_of(model: Glm5, cache: KVCache, num_ranks: int) -> dict[str, Any]:
+    """What routers are told of the devices: fields of `EngineInfo`."""
+    device = model.device
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    return {
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "num_ranks": num_ranks,
+        "weight_bytes": num_bytes,
+        "cache_bytes": cache.num_pages * KVCache.bytes_per_page(model.cfg, model.dtype, cache.layout, mtp=cache.mtp),
+        "cache_dtype": {"auto": str(model.dtype).removeprefix("torch.")}.get(cache.layout, cache.layout),
+    }
+
+
 def _kernels(model: Glm5, *, deterministic: bool) -> str:
     """What each op of this model runs (kernels/dispatch.py), or what its arguments choose from, in order."""
     kinds, moes = weight_kinds(model), [module for module in model.modules() if isinstance(module, MoE)]

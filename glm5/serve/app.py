@@ -15,7 +15,9 @@ from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
 from glm5.config.serve import ServeConfig
 from glm5.serve.anthropic.route import router as anthropic
+from glm5.serve.chat.render import router as chat_render
 from glm5.serve.chat.route import router as chat
+from glm5.serve.completions.render import router as completions_render
 from glm5.serve.completions.route import router as completions
 from glm5.serve.generation.metered import Bounds, MeteredEngine
 from glm5.serve.http import documents, errors
@@ -37,6 +39,7 @@ from glm5.serve.responses.route import router as responses
 from glm5.serve.service.service import Engine, Service
 from glm5.serve.service.state import ServerState
 from glm5.serve.sglang.info import router as sglang_info
+from glm5.serve.sglang.loads import router as loads
 from glm5.serve.sglang.route import router as sglang
 from glm5.serve.vllm.generate import router as generate
 from glm5.serve.vllm.info import router as vllm_info
@@ -79,7 +82,8 @@ def create_app(
         routed_experts=config.enable_return_routed_experts,
     )
     app.state.service, app.state.probe = service, Probe()
-    apis = (chat, completions, responses, anthropic, sglang, sglang_info, vllm_info, tokens, generate)
+    apis = (chat, completions, responses, anthropic, sglang, sglang_info, loads, vllm_info, tokens)
+    apis = (*apis, generate, chat_render, completions_render)
     for router in (*apis, models, health, metrics_page, admin, pages):
         app.include_router(router)
     documents.install(app)
@@ -95,7 +99,14 @@ def create_app(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "X-Api-Key", "X-Request-Id", "Anthropic-Version"],
+            allow_headers=[
+                "Authorization",
+                "Content-Type",
+                "X-Api-Key",
+                "X-Request-Id",
+                "X-Session-Id",
+                "Anthropic-Version",
+            ],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     return app

@@ -14,6 +14,7 @@ from glm5.config.presets import preset
 from glm5.engine.defaults import NO_DEFAULTS
 from glm5.engine.frontend.outputs import Delta, Piece
 from glm5.engine.llm import LLM
+from glm5.engine.transport.wire import EngineInfo
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer
 
@@ -21,6 +22,13 @@ SCRIPTED_STATS = {
     "prompting": 1,
     "decoding": 2,
     "waiting": 3,
+    "held": 1,
+    "retracted": 0,
+    "waiting_tokens": 700,
+    "uncached_tokens": 600,
+    "sampled_tokens": 5000,
+    "prefill": {"tokens": 4000, "busy_us": 90000},
+    "decode_moments": [10, 20, 30, 40, 50, 60],
     "steps": 40,
     "rows": 500,
     "preemptions": 1,
@@ -44,6 +52,7 @@ class ScriptedEngine:
     defaults = NO_DEFAULTS
     cfg = preset("tiny")
     table = (("dtype", "float32"),)
+    info = EngineInfo(64, 200, 8, 2048, 512, 0, 256, routed_experts=False, table=[])
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer

@@ -20,7 +20,7 @@ ROOT = REPO / "glm5"
 LAYERS = {
     "glm5": """
         cli
-        demo
+        demo adapters
         serve bench eval
         engine quantize train
         checkpoint

@@ -29,7 +29,7 @@ WARMUP_SEED = 1 << 33  # added to the seed, so that warm-up prompts differ from 
 
 
 class RunInfo(NamedTuple):
-    """Facts from before the first run. `server`: its Server header. Token counts: see `glm5.bench.serve.texts`."""
+    """EngineInfo from before the first run. `server`: its Server header. Token counts: see `glm5.bench.serve.texts`."""
 
     model: str
     server: str

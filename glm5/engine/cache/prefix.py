@@ -13,6 +13,7 @@ chained hashes: no token ids need to be kept, and eviction or a page of an earli
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from glm5.engine.cache.changes import CacheChanges
 from glm5.engine.cache.pages import PagePool
 from glm5.engine.tiers.key import PageKey, page_key
 
@@ -64,10 +65,14 @@ class PrefixStats:
 
 
 class PrefixTree:
-    """Shares full pages of `pool` between sequences. Evicts idle pages only, least recently used first."""
+    """Shares full pages of `pool` between sequences. Evicts idle pages only, least recently used first.
+
+    `changes` None: nobody wants to know what enters and leaves the tree.
+    """
 
     def __init__(self, pool: PagePool, page_size: int):
         self.pool, self.page_size = pool, page_size
+        self.changes: CacheChanges | None = None
         self.stats = PrefixStats()
         self._roots: dict[Salt, Node] = {}
         self._node_of: dict[int, Node] = {}
@@ -112,7 +117,14 @@ class PrefixTree:
             node = parent.children[tokens] = Node(salt, parent, tokens, page)
             self._node_of[page] = node
             self.pool.keep(page)
+            if self.changes is not None:
+                self.changes.stored(self.key_of(node).digest, self.parent_digest(node), tokens)
         return node
+
+    def parent_digest(self, node: Node) -> bytes | None:
+        """Digest of the page before that of `node`; None if there is none."""
+        assert node.parent is not None, "a root has no page"
+        return self.key_of(node.parent).digest if node.parent.tokens else None
 
     def key_of(self, node: Node) -> PageKey:
         """The key of a node's page in lower tiers; hashed on first use."""
@@ -164,5 +176,7 @@ class PrefixTree:
     def _forget(self, node: Node) -> None:
         del self._node_of[node.page]
         self.pool.forget(node.page)
+        if self.changes is not None:
+            self.changes.removed(self.key_of(node).digest)
         node.is_kept = False
         node.children.clear()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from glm5.common.errors import GlmError, words_of
+from glm5.engine.cache.changes import CacheChanges
 from glm5.engine.core.control import Control
 from glm5.engine.core.depth import AdaptiveDepth
 from glm5.engine.core.grammars import fill_masks
@@ -34,6 +35,7 @@ from glm5.engine.scheduler.messages import Abort, Finish, Message, Resume, SetDe
 from glm5.engine.scheduler.plan import Output, StepPlan
 from glm5.engine.scheduler.scheduler import Scheduler
 from glm5.engine.tiers.copies import CopyQueue
+from glm5.engine.transport.kv_events import KvEventPublisher
 from glm5.engine.transport.wire import (
     AbortRequests,
     AddRequest,
@@ -58,7 +60,8 @@ class EngineCore:
 
     `compiler` None refuses grammars, `copies` None means no tiers, `depth` None always drafts to the maximum. `pace`
     None limits prompt tokens in a step by `config` alone; otherwise a launch must be synchronous, since `clock` times
-    it. `ranks`: the other ranks; they receive every message that the scheduler receives.
+    it. `ranks`: the other ranks; they receive every message that the scheduler receives. `kv_events`: where changes of
+    the prefix tree and of the tiers are published.
     """
 
     def __init__(
@@ -75,10 +78,13 @@ class EngineCore:
         pace: PromptPace | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ranks: Followers | None = None,
+        kv_events: KvEventPublisher | None = None,
     ):
-        self.ranks = ranks
+        self.ranks, self._kv_events = ranks, kv_events
         self.runner, self.config, self.info = runner, config, info
         self.scheduler = Scheduler(config, version=weights.version, identity=weights.identity)
+        changes = self.scheduler.page_manager.tree.changes = None if kv_events is None else CacheChanges()
+        self._changes = changes
         self.weights, self.compiler, self.depth = weights, compiler, depth
         self.pace, self._clock = pace, clock
         self.counters = Counters(config.max_depth)
@@ -103,7 +109,8 @@ class EngineCore:
         self._specs: dict[int, SeqSpec] = {}
         self._reports: dict[int, PromptReport] = {}
         self._constrained: dict[int, Reply] = {}
-        self._unread: deque[tuple[StepPlan, int, Launched]] = deque()
+        self._unread: deque[tuple[StepPlan, int, Launched, float]] = deque()
+        self._last_read = 0.0
         self._draft_depth = config.max_depth
         self._wait: str | None = "requests"
 
@@ -136,6 +143,8 @@ class EngineCore:
         while len(self._unread) > num_unread:
             self._read(*self._unread.popleft())
         self._wait = plan.wait
+        if self._kv_events is not None and self._changes is not None and (changes := self._changes.take()):
+            self._kv_events.publish(changes)
         if not plan.items and not has_read:
             self._sleep_until_something_ends()
         return self._outgoing()
@@ -170,6 +179,8 @@ class EngineCore:
             self.compiler.close()
         if self.ranks is not None:
             self.ranks.close()
+        if self._kv_events is not None:
+            self._kv_events.close()
 
     def _receive_all(self) -> None:
         """Handle everything that arrived since the last iteration."""
@@ -275,19 +286,21 @@ class EngineCore:
             if reply is not None and reply.num_cached is None:
                 reply.num_cached = min(item.start, reply.spec.num_prompt)
                 reply.began = time.monotonic()
-        began = self._clock()
+        launched_at, began = time.perf_counter(), self._clock()
         launched = self.runner.launch(plan, self._specs)
         if self.pace is not None and plan.items:
             self.pace.observe(plan.items, self._clock() - began)
         if plan.items:
-            self._unread.append((plan, self._draft_depth, launched))
+            self._unread.append((plan, self._draft_depth, launched, launched_at))
             self._draft_depth = plan.draft_depth
         if self.tiering is not None:
             self.tiering.begin_loads(plan)
 
-    def _read(self, plan: StepPlan, draft_depth: int, launched: Launched) -> None:
+    def _read(self, plan: StepPlan, draft_depth: int, launched: Launched, launched_at: float) -> None:
         """Read and apply a launched step. `draft_depth`: the depth at which the step before it drafted."""
         result = launched.read()
+        began, self._last_read = max(launched_at, self._last_read), time.perf_counter()
+        self.counters.count_step(plan.items, sum(map(len, result.tokens.values())), self._last_read - began)
         note_prompts(plan.items, result, self._reports)
         for output in self.scheduler.apply(plan.step, result.tokens):
             if output.seq_id in result.no_valid_token:

@@ -111,7 +111,7 @@ class Tiering:
         if last is not None and last.is_over() and not last.future.done():
             return None
         lookup = self._last_lookup = Lookup(time.monotonic() + LOOKUP_DEADLINE_S)
-        self._lookups.put((submit, cache_salt(weights, submit.salt), lookup))
+        self._lookups.put((submit, weights, lookup))
         return lookup
 
     def clear(self) -> None:
@@ -143,14 +143,15 @@ class Tiering:
 
     def _look(self) -> None:
         while (job := self._lookups.get()) is not None:
-            submit, salt, lookup = job
+            submit, weights, lookup = job
             try:
-                lookup.future.set_result(self._find(submit, salt))
+                lookup.future.set_result(self._find(submit, weights))
             except Exception as error:  # noqa: BLE001 - a lookup that fails is a miss
                 lookup.future.set_exception(error)
 
-    def _find(self, submit: Submit, salt: bytes) -> TierChange | None:
+    def _find(self, submit: Submit, weights: bytes) -> TierChange | None:
         seen: list[PageKey] = []
+        salt = cache_salt(weights, submit.salt)
 
         def keys() -> Iterator[PageKey]:
             for key in page_keys(submit.prompt_ids, self.page_size, salt):
@@ -159,4 +160,4 @@ class Tiering:
 
         tiers = self.copies.lookup(keys())
         found: list[tuple[bytes, Tier | None]] = [(key.digest, tier) for key, tier in zip(seen, tiers, strict=False)]
-        return TierChange(tuple(found)) if found else None
+        return TierChange(tuple(found), submit.prompt_ids, weights) if found else None

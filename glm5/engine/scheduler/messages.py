@@ -63,10 +63,13 @@ class TierChange:
     """New locations of pages: digest of the page's key, and its tier (None: in no tier any more).
 
     Sent before the `Submit` of a prompt whose pages were found, and after a tier has evicted pages. A late or wrong
-    message costs a failed load, never a wrong token.
+    message costs a failed load, never a wrong token. `prompt_ids`: the prompt whose first pages these are, computed by
+    the weights `identity`; empty if they are not of one prompt.
     """
 
     pages: tuple[tuple[bytes, Tier | None], ...]
+    prompt_ids: Sequence[int] = ()
+    identity: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from glm5.engine.cache.pages import PagePool
 from glm5.engine.cache.prefix import PrefixTree, cache_salt
 from glm5.engine.scheduler.config import SchedulerConfig
-from glm5.engine.scheduler.messages import Tier
+from glm5.engine.scheduler.messages import Tier, TierChange
 from glm5.engine.scheduler.plan import PageCopy, StepPlan, TableEntry
 from glm5.engine.scheduler.sequence import Restore, Sequence
 from glm5.engine.scheduler.transfers import Transfers
@@ -121,12 +121,20 @@ class PageManager:
         seq.node, seq.num_in_tree = None, 0
         seq.covered = seq.computed = seq.confirmed = 0
 
-    def forget_prefixes(self, running: list[Sequence], *, pure: bool) -> None:
-        """Empty the tree. `pure`: pages of running sequences stay valid, and may be shared again."""
+    def forget_prefixes(self, running: list[Sequence], *, pure: bool, keeps_tiers: bool = False) -> None:
+        """Empty the tree. `pure`: pages of running sequences stay valid, and may be shared again. `keeps_tiers`: pages
+        of lower tiers stay valid."""
         self.tree.clear()
+        if not (keeps_tiers and self.config.tiers):
+            self.transfers.forget_all()
         for seq in running:
             seq.node, seq.num_in_tree = None, 0
             seq.is_pure &= pure
+
+    def update_tiers(self, change: TierChange) -> None:
+        """Record where pages are. Subscribers learn of new ones only if requests with the weights in use find them."""
+        is_current = change.identity == self.weights
+        self.transfers.update(change.pages, change.prompt_ids if is_current else ())
 
     def table_entries(self) -> list[TableEntry]:
         """Page table changes since the last call, for sequences that still run."""

@@ -192,8 +192,8 @@ class Scheduler:
                 self._end_by_message(seq_id, reason, plan)
             case CopyDone(copy_id, tier):
                 self.page_manager.transfers.end(copy_id, tier)
-            case TierChange(pages):
-                self.page_manager.transfers.update(pages)
+            case TierChange():
+                self.page_manager.update_tiers(message)
             case SetDepth(depth):
                 assert 0 <= depth <= self.config.max_depth, f"{depth=} {self.config.max_depth=}"
                 self.depth = depth
@@ -202,7 +202,7 @@ class Scheduler:
             case Pause(release):
                 self.is_paused = True
                 if release:
-                    self._release_all(plan)
+                    self._release_all(plan, keeps_tiers=True)
             case Resume():
                 self.is_paused = False
             case SetWeights(version, recompute, identity):
@@ -231,8 +231,8 @@ class Scheduler:
             self._end(seq)
             plan.ended.append(Output(seq_id, (), reason))
 
-    def _release_all(self, plan: StepPlan) -> None:
-        self.page_manager.forget_prefixes(self.running, pure=False)
+    def _release_all(self, plan: StepPlan, *, keeps_tiers: bool = False) -> None:
+        self.page_manager.forget_prefixes(self.running, pure=False, keeps_tiers=keeps_tiers)
         for seq in reversed(self.running):
             self._preempt(seq, plan)
 

@@ -6,6 +6,7 @@ skipped if their page is evicted first.
 """
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from glm5.engine.cache.pages import PagePool
@@ -26,8 +27,10 @@ class _Load:
 
 @dataclass
 class _Store:
+    node: Node
     digest: bytes
     page: int
+    era: int
 
 
 class Transfers:
@@ -36,7 +39,7 @@ class Transfers:
     def __init__(self, pool: PagePool, tree: PrefixTree, *, max_loads: int, max_stores: int):
         self.pool, self.tree, self.max_loads, self.max_stores = pool, tree, max_loads, max_stores
         self.tier_of: dict[bytes, Tier] = {}
-        self._next_id = 0
+        self._next_id = self._era = 0
         self._loads: dict[int, _Load] = {}
         self._stores: dict[int, _Store] = {}
         self._restores: deque[Restore] = deque()
@@ -88,9 +91,12 @@ class Transfers:
             if not node.is_kept:
                 continue
             key = self.tree.key_of(node)
-            if key.digest not in self.tier_of:
-                self._stores[self._next_id] = _Store(key.digest, node.page)
+            tier = self.tier_of.get(key.digest)
+            if tier is None:
+                self._stores[self._next_id] = _Store(node, key.digest, node.page, self._era)
                 plan.stores.append(self._copy(key, node.page))
+            else:
+                self._note(node, tier)
         plan.cancelled, self._cancelled = self._cancelled, []
 
     def end(self, copy_id: int, tier: Tier | None) -> None:
@@ -101,22 +107,45 @@ class Transfers:
             restore.num_in_flight -= 1
             restore.copy_ids.remove(copy_id)
             if tier is None:
-                self.tier_of.pop(load.digest, None)
+                self._set_tier(load.digest, None)
                 restore.num_good = min(restore.num_good, load.index)
                 restore.pending.clear()
             return
         store = self._stores.pop(copy_id)
         self.pool.unref(store.page)
         if tier is not None:
-            self.tier_of[store.digest] = tier
+            self._set_tier(store.digest, tier)
+            if store.era == self._era:
+                self._note(store.node, tier)
 
-    def update(self, pages: tuple[tuple[bytes, Tier | None], ...]) -> None:
-        """Record pages that the tiers have, or have evicted."""
-        for digest, tier in pages:
-            if tier is None:
-                self.tier_of.pop(digest, None)
-            else:
-                self.tier_of[digest] = tier
+    def update(self, pages: Iterable[tuple[bytes, Tier | None]], prompt_ids: Sequence[int]) -> None:
+        """Record pages that the tiers have, or have evicted. `prompt_ids`: see `TierChange`."""
+        parent, size = None, self.tree.page_size
+        for number, (digest, tier) in enumerate(pages):
+            self._set_tier(digest, tier)
+            if self.tree.changes is not None and prompt_ids and tier is not None:
+                self.tree.changes.in_tier(tier, digest, parent, prompt_ids[number * size : (number + 1) * size])
+            parent = digest
+
+    def forget_all(self) -> None:
+        """Tell subscribers that no page is valid any more, those of stores under way included."""
+        self._era += 1
+        if self.tree.changes is not None:
+            self.tree.changes.cleared()
+
+    def _set_tier(self, digest: bytes, tier: Tier | None) -> None:
+        if tier is None:
+            self.tier_of.pop(digest, None)
+        else:
+            self.tier_of[digest] = tier
+        if self.tree.changes is not None:
+            self.tree.changes.moved(digest, tier)
+
+    def _note(self, node: Node, tier: Tier) -> None:
+        """Tell subscribers that a lower tier has the page of `node`."""
+        if self.tree.changes is not None:
+            digest, parent = self.tree.key_of(node).digest, self.tree.parent_digest(node)
+            self.tree.changes.in_tier(tier, digest, parent, node.tokens)
 
     def _copy(self, key: PageKey, page: int) -> TierCopy:
         self.pool.ref(page)

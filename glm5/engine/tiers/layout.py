@@ -25,7 +25,7 @@ class PageLayout:
     def of(cls, page_size: int, parts: Mapping[str, int], info: Mapping[str, object]) -> "PageLayout":
         """A layout whose fingerprint covers its parts and `info` (JSON values).
 
-        Facts are everything that decides whether another process may use a page: architecture, dtypes, weights, and
+        `info` is all that decides whether another process may use a page: architecture, dtypes, weights, and
         what changes keys in the last bit (device, kernels, deterministic mode).
         """
         everything = json.dumps([page_size, list(parts.items()), dict(info)], sort_keys=True)

@@ -11,6 +11,7 @@ import msgspec
 from glm5.common.log import Style
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.scheduler.plan import EndReason
+from glm5.engine.transport.kv_events import KvEventSource
 
 INBOX, OUTBOX = "to-engine", "to-client"  # names of the two sockets, in a folder of the engine's
 
@@ -213,6 +214,9 @@ class EngineInfo(msgspec.Struct):
     """What clients need to check requests themselves, and `table`: every resolved setting, to print.
 
     `simulated_acceptance`: for speed measurements, drafts are accepted at random, with so many tokens a step.
+    `kv_events`: where events of the KV cache are published. `accelerator`: name of the GPU, None for a CPU, and
+    `num_ranks`, how many of them hold the model. `weight_bytes` and `cache_bytes`: memory of each. `cache_dtype`: the
+    cache's layout.
     """
 
     page_size: int
@@ -225,6 +229,12 @@ class EngineInfo(msgspec.Struct):
     routed_experts: bool
     table: list[tuple[str, str]]
     simulated_acceptance: float | None = None
+    kv_events: KvEventSource | None = None
+    accelerator: str | None = None
+    num_ranks: int = 1
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+    cache_dtype: str = "auto"
 
 
 class Ready(msgspec.Struct, tag=True):

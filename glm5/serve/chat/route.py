@@ -30,7 +30,7 @@ _read = body_of(ChatBody)
 async def chat_completions(body: ChatBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
     """Answer a conversation, as a stream of chunks or in one response."""
     # Templates and tokenizers take a second for a million tokens, which would block the event loop.
-    job = await asyncio.to_thread(_prepare, body, service)
+    job = await asyncio.to_thread(prepare, body, service)
     check(job, service)
     answer = ChatAnswer(body, job.id, body.model or service.model_names[0], job.prompt_ids, body.formatter(service))
     usage = Usage(len(job.prompt_ids))
@@ -58,7 +58,8 @@ def conversation_of(body: Any, service: Service) -> Conversation:
     )
 
 
-def _prepare(body: ChatBody, service: Service) -> Job:
+def prepare(body: ChatBody, service: Service) -> Job:
+    """The request as the engine gets it. Raises RequestError."""
     body.check_stream_options()
     wanted, wanted_by = body.constraint()
     names = {"structured_outputs": wanted_by, "prompt": "messages", "max_tokens": body.limit}

@@ -30,7 +30,7 @@ _read = body_of(CompletionBody)
 async def completions(body: CompletionBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
     """Continue one or more prompts, as a stream of chunks or in one response."""
     name = answer_id("cmpl-", body.request_id)
-    prompts, jobs = await asyncio.to_thread(_prepare, body, service, name)
+    prompts, jobs = await asyncio.to_thread(prepare, body, service, name)
     await check_all(jobs, service)
     answer = CompletionAnswer(body, name, body.model or service.model_names[0], prompts, body.formatter(service))
     if body.stream:
@@ -41,7 +41,8 @@ async def completions(body: CompletionBody = Depends(_read), service: Service = 
     return Response(json.dumps(answer.completion(parts, _total(usages, body))), media_type="application/json")
 
 
-def _prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[PromptInput], list[Job]]:
+def prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[PromptInput], list[Job]]:
+    """The prompts, and their requests as the engine gets them. Raises RequestError."""
     body.check()
     wanted, wanted_by = body.constraint()
     prompts = [_prompt_input(prompt, service) for prompt in body.prompts()]

@@ -18,7 +18,7 @@ from glm5.config.model import ModelConfig
 from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.frontend.outputs import Delta
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.transport.wire import Policy
+from glm5.engine.transport.wire import EngineInfo, Policy
 from glm5.serve.http.call import caller, current
 from glm5.serve.http.errors import ApiError
 from glm5.serve.http.limits import Limits
@@ -64,6 +64,10 @@ class MeteredEngine:
     @property
     def max_model_len(self) -> int:
         return self.engine.max_model_len
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
 
     @property
     def cfg(self) -> ModelConfig:
@@ -121,7 +125,9 @@ class MeteredEngine:
             prompt_ids, params, request_id=request_id, cache_salt=tenant.salted(cache_salt), **options
         )
         metrics = RequestMetrics(self.metrics, tenant.name, len(prompt_ids), params.n)
-        traced = self._tracing.request(request_id, params, metrics) if self._tracing is not None else nullcontext()
+        session = call.session if (call := current()) is not None else ""
+        tracing = self._tracing
+        traced = nullcontext() if tracing is None else tracing.request(request_id, params, metrics, session)
         try:
             async with generation as deltas:
                 with traced:

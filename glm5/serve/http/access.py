@@ -2,7 +2,7 @@
 
     wrong Host header                always refused (`glm5.serve.http.hosts`)
     pages, health, /openapi.json     open to all
-    /metrics, /get_server_info       role "metrics" or "admin", or the only user key: they show values of all tenants
+    /metrics, /v1/loads and others   role "metrics" or "admin", or the only user key: they show values of all tenants
     admin routes                     role "admin"; refused if no key has it
     all other routes                 any key of a user or admin; open to all if the server has no keys
 
@@ -49,7 +49,7 @@ ADMIN_PATHS = frozenset(
 )
 OPEN_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/health_generate", "/ping", "/openapi.json"})
 _OPEN_PREFIX = "/page/"
-_METRICS_PATHS = frozenset({"/metrics", "/get_server_info", "/server_info"})
+_METRICS_PATHS = frozenset({"/metrics", "/get_server_info", "/server_info", "/v1/loads", "/load", "/kv_event_sources"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -69,7 +69,11 @@ class Access:
             return
         path, headers = scope["path"], Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        call = Call(given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex)
+        session = headers.get("x-session-id", "")
+        call = Call(
+            given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex,
+            session=session if _VALID_ID.fullmatch(session) else "",
+        )
         sender = _ResponseSender(send, call.id, self.state)
         start, is_open = time.monotonic(), path in OPEN_PATHS or path.startswith(_OPEN_PREFIX)
         token = REQUEST_ID.set(call.id)
@@ -141,6 +145,8 @@ class Access:
         # The path stays percent-encoded: a decoded one may contain line feeds.
         path, fields = scope["raw_path"].decode("ascii", "replace"), {"tenant": call.tenant.name, "seconds": seconds}
         caller = f" {call.tenant.name}" if call.tenant.name else ""
+        if call.session:
+            caller, fields = f"{caller} session {call.session}", {**fields, "session": call.session}
         logger.log(level, "%s %s %s%s %.3f s", method, path, status or "left", caller, seconds, extra=fields)
 
 

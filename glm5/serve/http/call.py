@@ -13,11 +13,13 @@ from glm5.serve.http.keys import ANYONE, Tenant
 
 @dataclass
 class Call:
-    """`places`: how many of the server's concurrent answers it occupies, 0 for a route without limits.
-    `num_answers`: how many answers it has requested from the engine."""
+    """`session`: the client's X-Session-ID, by which routers send a session to one server. `places`: how many of the
+    server's concurrent answers it occupies, 0 for a route without limits. `num_answers`: how many answers it has
+    requested from the engine."""
 
     id: str
     tenant: Tenant = ANYONE
+    session: str = ""
     places: int = 0
     num_answers: int = 0
 

@@ -52,6 +52,10 @@ class Gauge(Metric):
     def set(self, value: float, *labels: str) -> None:
         self._values[labels] = float(value)
 
+    def set_only(self, value: float, *labels: str) -> None:
+        """Set the value of these labels; lines of others disappear."""
+        self._values = {labels: float(value)}
+
 
 class Histogram:
     """Counts the observed values in buckets with these upper `bounds`."""

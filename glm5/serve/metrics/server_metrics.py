@@ -5,12 +5,18 @@ the client reads. A step may return several tokens; the inter-token latency is, 
 scrape of /metrics fetches the engine's own counters (cache, drafts, running and waiting requests).
 """
 
+import asyncio
 import time
+from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from glm5.engine.frontend.outputs import Delta
+from glm5.engine.transport.wire import EngineInfo
 from glm5.serve.metrics.prometheus import Page
+
+STATS_SECONDS = 1.0  # the engine answers after its current step, which may take longer
+RATE_SECONDS = 10.0
 
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -24,6 +30,37 @@ _REQUEST = (
 _TOKENS = [factor * 10**power for power in range(7) for factor in (1, 2, 5)]
 
 
+class Engine(Protocol):
+    """What is read of an engine."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    async def stats(self) -> dict[str, Any]: ...
+
+
+class Rate:
+    """How fast a count grows, over the last seconds in which it was observed."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque()
+
+    def observe(self, count: float, now: float) -> None:
+        """Record a count. A lower one than before is that of a new engine."""
+        if self._seen and count < self._seen[-1][1]:
+            self._seen.clear()
+        self._seen.append((now, count))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= RATE_SECONDS:
+            self._seen.popleft()
+
+    @property
+    def value(self) -> float:
+        """Per second; 0 before the second observation."""
+        if len(self._seen) < 2:
+            return 0.0
+        (start, before), (end, after) = self._seen[0], self._seen[-1]
+        return (after - before) / (end - start) if end > start else 0.0
+
+
 class ServerMetrics:
     """All metrics of a server, and their page for Prometheus."""
 
@@ -33,6 +70,12 @@ class ServerMetrics:
         self.running = gauge("vllm:num_requests_running", "Requests in the engine's batches.")
         self.waiting = gauge("vllm:num_requests_waiting", "Requests that wait for a place in a batch.")
         self.kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the cache's pages that requests hold, 0 to 1.")
+        self.cache_config = gauge(
+            "vllm:cache_config_info",
+            "1; the cache's sizes are the labels.",
+            *("block_size", "num_gpu_blocks", "cache_dtype"),
+        )
+        self.hit_rate = gauge("vllm:gpu_prefix_cache_hit_rate", "Share of looked-up prompt tokens that were found.")
         self.queries = counter("vllm:prefix_cache_queries_total", "Prompt tokens that were looked up in the cache.")
         self.hits = counter("vllm:prefix_cache_hits_total", "Prompt tokens that were found there, in any tier.")
         self.tier_hits = counter("glm5:prefix_cache_hit_tokens_total", "Prompt tokens found in a tier.", "tier")
@@ -82,15 +125,33 @@ class ServerMetrics:
         self.refused = counter("glm5:requests_refused_total", "Requests turned away before the engine, by why.", "code")
         self.tenant_tokens = counter("glm5:key_tokens_total", "Tokens by the API key that paid.", "key", "kind")
         self.http = counter("http_requests_total", "HTTP requests answered.", "method", "handler", "status")
+        self.engine_stats: Mapping[str, Any] | None = None
+        self.throughput = Rate()
+
+    async def read_engine(self, engine: Engine) -> bool:
+        """Set the metrics that the engine counts itself. False if it does not answer in time: it answers after its
+        current step. Raises GlmError if it has ended."""
+        info = engine.info
+        self.cache_config.set_only(1, str(info.page_size), str(info.num_pages), info.cache_dtype)
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                stats = await engine.stats()
+        except TimeoutError:
+            return False
+        self.set_engine_stats(stats)
+        return True
 
     def set_engine_stats(self, stats: Mapping[str, Any]) -> None:
-        """Set the metrics that the engine counts itself (`glm5.engine.core.stats`)."""
+        """Set the metrics of `glm5.engine.core.stats`."""
+        self.engine_stats = stats
+        self.throughput.observe(stats["sampled_tokens"], time.monotonic())
         self.running.set(stats["prompting"] + stats["decoding"])
         self.waiting.set(stats["waiting"])
         pages, cache, drafts = stats["pages"], stats["prefix_cache"], stats["speculation"]
         self.kv_usage.set(pages["in_use"] / pages["all"] if pages["all"] else 0.0)
         self.queries.set_total(cache["query_tokens"])
         self.hits.set_total(sum(cache["hit_tokens"].values()))
+        self.hit_rate.set(self.hits.value() / cache["query_tokens"] if cache["query_tokens"] else 0.0)
         for tier, tokens in cache["hit_tokens"].items():
             self.tier_hits.set_total(tokens, tier)
         tiers = stats["tiers"] or {}

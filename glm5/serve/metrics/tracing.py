@@ -33,7 +33,9 @@ class Tracing:
         self.provider.shutdown()
 
     @contextmanager
-    def request(self, request_id: str | None, params: SamplingParams, metrics: RequestMetrics) -> Iterator[None]:
+    def request(
+        self, request_id: str | None, params: SamplingParams, metrics: RequestMetrics, session: str = ""
+    ) -> Iterator[None]:
         """The span of one request to the engine; `metrics` has its timings at the end."""
         span = self._tracer.start_span("llm_request")
         try:
@@ -42,6 +44,7 @@ class Tracing:
             requested = {"id": request_id, "n": params.n, "max_tokens": params.max_tokens}
             requested |= {"temperature": params.temperature, "top_p": params.top_p}
             attributes: dict[str, Any] = {f"gen_ai.request.{name}": value for name, value in requested.items()}
+            attributes["session.id"] = session or None
             attributes["gen_ai.usage.prompt_tokens"] = metrics.num_prompt
             attributes["gen_ai.usage.completion_tokens"] = metrics.num_generated
             attributes["gen_ai.latency.time_in_queue"] = metrics.queued_s

@@ -1,7 +1,5 @@
 """GET /metrics for Prometheus. Values are sums over all tenants, so the route needs a key of the role metrics."""
 
-import asyncio
-
 from fastapi import APIRouter, Depends, Response
 
 from glm5.common.errors import GlmError
@@ -10,18 +8,13 @@ from glm5.serve.service.service import Service, get_service
 
 router = APIRouter(tags=["health"])
 
-STATS_SECONDS = 1.0  # an engine answers after its current step; after this timeout, the last values are used
-
 
 @router.get("/metrics", response_class=Response)
 async def metrics(service: Service = Depends(get_service)) -> Response:
     """Counters, gauges and histograms under vLLM's names, in Prometheus' text format."""
     server_metrics = service.metrics
     try:
-        async with asyncio.timeout(STATS_SECONDS):
-            server_metrics.set_engine_stats(await service.engine.stats())
-    except TimeoutError:
-        pass
+        await server_metrics.read_engine(service.engine)  # if it does not answer, the last values are used
     except GlmError:
         for gauge in (server_metrics.running, server_metrics.waiting, server_metrics.kv_usage):
             gauge.set(0)

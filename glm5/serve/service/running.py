@@ -26,6 +26,11 @@ class RunningRequests:
         if not names:
             del self._names[tenant]
 
+    @property
+    def count(self) -> int:
+        """How many requests run, of all tenants."""
+        return sum(names.total() for names in self._names.values())
+
     def find(self, tenant: str, name: str | None = None) -> list[str]:
         """The engine's ids of the tenant's requests with this name, and of a batch's parts "name_0", "name_1"; without
         a name, of all its requests."""

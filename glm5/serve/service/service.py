@@ -15,7 +15,7 @@ from glm5.config.model import ModelConfig
 from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.frontend.outputs import Delta
 from glm5.engine.sampling.params import SamplingParams
-from glm5.engine.transport.wire import Policy
+from glm5.engine.transport.wire import EngineInfo, Policy
 from glm5.serve.metrics.server_metrics import ServerMetrics
 from glm5.serve.service.response_store import ResponseStore
 from glm5.serve.service.running import RunningRequests
@@ -29,6 +29,8 @@ class Engine(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+    @property
+    def info(self) -> EngineInfo: ...
     @property
     def cfg(self) -> ModelConfig: ...
     @property

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends
 
 from glm5 import __version__
 from glm5.common.errors import GlmError
+from glm5.engine.transport.wire import EngineInfo
 from glm5.serve.service.service import Service, get_service
 
 router = APIRouter(tags=["info"])
@@ -59,6 +60,8 @@ async def server_info(service: Service = Depends(get_service)) -> Info:
         "max_model_len": engine.max_model_len,
         "tp_size": int(dict(engine.table).get("ranks", "1").partition(",")[0]),
         **dict.fromkeys(("pp_size", "dp_size", "ep_size"), 1),
+        "page_size": engine.info.page_size,
+        "kv_events": _kv_events(engine.info),
         "resolved": dict(engine.table),
         "weight_version": _version(stats, service),
         "version": __version__,
@@ -81,6 +84,21 @@ async def _stats(service: Service) -> Info | None:
             return await service.engine.stats()
     except (TimeoutError, GlmError):
         return None
+
+
+def _kv_events(info: EngineInfo) -> Info | None:
+    """Where SGLang's router subscribes to events of the KV cache; it puts the worker's host in the place of "*"."""
+    if info.kv_events is None or not info.kv_events.endpoint.startswith("tcp://"):
+        return None
+    host, _, port = info.kv_events.endpoint.removeprefix("tcp://").rpartition(":")
+    return {
+        "publisher": "zmq",
+        "endpoint_host": "*" if host in ("0.0.0.0", "[::]") else host,
+        "endpoint_port_base": int(port),
+        "topic": info.kv_events.topic,
+        "block_size": info.page_size,
+        "dp_size": 1,
+    }
 
 
 def _version(stats: Info | None, service: Service) -> str | None:

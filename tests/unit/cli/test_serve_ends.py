@@ -8,6 +8,7 @@ from itertools import count
 
 import httpx
 import psutil
+import pytest
 
 from tests.support.serving import CHAT, scripted, served
 from tests.unit.cli.test_serve import SECONDS, server
@@ -98,6 +99,20 @@ def test_a_killed_engine_is_told_of_and_ends_the_server(checkpoint):
         error = process.stderr.read()
     assert error.splitlines()[-1].startswith("glm5: error: the engine is not running: ")
     assert "Traceback" not in error
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_whole_group(checkpoint):
+    """What LeaderWorkerSet's RecreateGroupOnPodRestart relies on."""
+    with server(checkpoint, "--dead-engine-timeout", "0", "--tensor-parallel-size", "2") as (process, _, url):
+        assert httpx.get(url + "/ready", timeout=SECONDS).status_code == 200
+        engine = engine_of(process)
+        (rank,) = engine.children()
+        rank.kill()
+        assert process.wait(SECONDS) == 1
+        assert "rank 1 of 2" in process.stderr.read()
+        psutil.wait_procs([engine, rank], SECONDS)
+        assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in (engine, rank))
 
 
 def test_a_supervised_engine_is_started_again(checkpoint):
