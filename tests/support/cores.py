@@ -68,6 +68,9 @@ class ScriptedCore:
                         self.out.append(Updates([Update(seq_id, [], 0, "abort")]))
             case StopAnswer():
                 self.running.pop(message.seq_id, None)
+            case wire.Leave():
+                for seq_id in [one for one in self.running if wire.client_of(one) == message.client]:
+                    del self.running[seq_id]
             case wire.PauseCall() | wire.ResumeCall():
                 self.paused = isinstance(message, wire.PauseCall)
                 self.out.append(Answer(message.call_id))

@@ -40,6 +40,7 @@ from glm5.engine.transport.wire import (
     Answer,
     Close,
     Facts,
+    Leave,
     ProfileCall,
     StatsCall,
     StopAnswer,
@@ -47,6 +48,7 @@ from glm5.engine.transport.wire import (
     ToEngine,
     Update,
     Updates,
+    client_of,
 )
 
 # How long an iteration without work waits for another thread. This also bounds how long a message waits.
@@ -192,6 +194,9 @@ class EngineCore:
                     self._admit(ready)
             case AbortRequests(seq_ids=seq_ids):
                 self.abort(seq_ids)
+            case Leave(client=client):
+                running = (*self._replies, *self.intake.seq_ids)
+                self.abort(tuple(seq_id for seq_id in running if client_of(seq_id) == client))
             case StopAnswer(seq_id=seq_id):
                 # The client has ended it: no update follows, whatever is still computed.
                 self.intake.abort((seq_id,))
