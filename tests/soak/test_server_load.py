@@ -81,7 +81,7 @@ class Server:
         assert self.llm.client.num_unfinished == 0
         assert not self.engine._streams
         assert not self.service.running._names
-        assert self.service.engine.limits.num_places == 0
+        assert self.service.engine.admission.limits.num_places == 0
 
     def stats(self) -> dict:
         return self.ask(self.engine.stats())

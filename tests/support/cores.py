@@ -25,6 +25,21 @@ FACTS = Facts(
     table=[("cache", "16 pages")],
 )
 
+SCRIPTED_STATS = {
+    "prompting": 1,
+    "decoding": 2,
+    "waiting": 3,
+    "steps": 40,
+    "rows": 500,
+    "preemptions": 1,
+    "pages": {"all": 200, "in_use": 50, "idle": 10},
+    "prefix_cache": {"query_tokens": 1000, "hit_tokens": {"device": 300, "host": 20, "disk": 1}},
+    "tiers": {"damaged": 2, "disk_damaged": 5},
+    "speculation": {"depth": 2, "drafted": [100, 80], "accepted": [90, 40]},
+    "weight_version": 4,
+    "is_sleeping": False,
+}
+
 
 @dataclass
 class Counting:
@@ -76,7 +91,7 @@ class ScriptedCore:
                 self.out.append(Answer(message.call_id))
             case wire.StatsCall():
                 stats = {"heard": self.heard, "running": len(self.running), "pid": os.getpid()}
-                self.out.append(Answer(message.call_id, stats))
+                self.out.append(Answer(message.call_id, SCRIPTED_STATS | stats))
             case wire.SleepCall():
                 self.out.append(Answer(message.call_id, {"freed_bytes": 10 * message.level}))
             case wire.UpdateWeightsCall():

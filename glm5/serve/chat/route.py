@@ -32,7 +32,7 @@ async def chat_completions(body: ChatBody = Depends(_read), service: Service = D
     """Answer a conversation, as a stream of chunks or in one response."""
     # Templates and tokenizers take a second for a million tokens, which would block the event loop.
     job = await asyncio.to_thread(_prepare, body, service)
-    check(job, service)
+    await check(job, service)
     speller = TokenSpeller(service.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = ChatAnswer(body, job.id, body.model or service.model_names[0], job.prompt_ids, speller)
     usage = Usage(len(job.prompt_ids))

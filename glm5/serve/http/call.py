@@ -14,12 +14,14 @@ from glm5.serve.http.keys import ANYONE, Tenant
 @dataclass
 class Call:
     """`places`: how many of the server's concurrent answers it occupies, 0 for a route without limits.
-    `num_answers`: how many answers it has requested from the engine."""
+    `num_answers`: how many answers it has requested from the engine. `number`: where another process keeps the limits,
+    the request's number there."""
 
     id: str
     tenant: Tenant = ANYONE
     places: int = 0
     num_answers: int = 0
+    number: int = 0
 
 
 _CURRENT: ContextVar[Call | None] = ContextVar("glm5-call", default=None)

@@ -26,5 +26,7 @@ async def metrics(service: Service = Depends(get_service)) -> Response:
         for gauge in (server_metrics.running, server_metrics.waiting, server_metrics.kv_usage):
             gauge.set(0)
     server_metrics.up.set(service.state.not_serving is None and service.engine.stopped_because is None)
-    server_metrics.in_flight.set(service.state.num_active)
-    return Response(server_metrics.page.text(), media_type=CONTENT_TYPE)
+    server_metrics.restarts.set_total(service.state.num_restarts)
+    others, num_active = await service.shared.figures_elsewhere(server_metrics.page.totals(), service.state.num_active)
+    server_metrics.in_flight.set(service.state.num_active + num_active)
+    return Response(server_metrics.page.text(others), media_type=CONTENT_TYPE)

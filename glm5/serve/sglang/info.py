@@ -76,7 +76,7 @@ async def _stats(service: Service) -> Info | None:
 
 
 def _version(stats: Info | None, service: Service) -> str | None:
-    return None if stats is None else service.weight_name(stats["weight_version"])
+    return None if stats is None else service.weight_names.of(stats["weight_version"])
 
 
 def _state(stats: Info | None) -> Info:
