@@ -18,8 +18,8 @@ from glm5.engine.frontend.client import Client
 from glm5.engine.transport.wire import Leave, Listen
 
 if TYPE_CHECKING:
-    from glm5.engine.async_engine import AsyncEngine
     from glm5.engine.transport.joined import JoinedLink
+    from glm5.engine.transport.link import Link
 
 
 class JoinedLLM:
@@ -51,11 +51,11 @@ class JoinedLLM:
         return self.client
 
 
-def share(engine: AsyncEngine, folder: str) -> None:
+def share(link: Link, folder: str) -> None:
     """Let other processes join an engine, through sockets in this folder, which they can read and write."""
-    engine.llm.client.link.send(Listen(folder))
+    link.send(Listen(folder))
 
 
-def forget(engine: AsyncEngine, client: int) -> None:
+def forget(link: Link, client: int) -> None:
     """Abort what a client has requested that has ended. Its number must not be used again."""
-    engine.llm.client.link.send(Leave(client))
+    link.send(Leave(client))

@@ -40,7 +40,9 @@ from glm5.engine.transport.wire import (
     Answer,
     Close,
     Facts,
+    Join,
     Leave,
+    Listen,
     ProfileCall,
     StatsCall,
     StopAnswer,
@@ -208,8 +210,8 @@ class EngineCore:
                 self._answers.append(Answer(call_id, self.stats()))
             case ProfileCall():
                 self._answers.append(self._profile(message))
-            case Close():
-                raise AssertionError("Close is handled by the process")
+            case Close() | Listen() | Join():
+                raise AssertionError(f"{message} is handled by the process")
             case _:
                 self.control.add(message)
 

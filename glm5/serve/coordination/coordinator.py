@@ -79,6 +79,7 @@ class Coordinator:
         self.weight_names = WeightNames()
         self.members: set[Member] = set()
         self._ended: Totals = {}  # of front ends that are no more
+        self._stats: dict[str, Any] | None = None  # the engine's last
 
     def leave(self, member: Member) -> None:
         """Take back all that a front end held. Call it once its connection has ended."""
@@ -143,12 +144,13 @@ class Coordinator:
     async def _figures(self, member: Member, own: Figures) -> Figures:
         """Totals of all but this front end. What it tells is kept too: it may have shown it when it ends."""
         member.figures = own
+        self._stats = own.stats or self._stats
         await self.refresh(besides=member)
         totals: Totals = {}
         others = [each.figures for each in self.members if each is not member]
         for more in (self._ended, *[each.totals for each in others]):
             merge(totals, more)
-        return Figures(totals, sum(each.num_active for each in others))
+        return Figures(totals, sum(each.num_active for each in others), self._stats)
 
     async def refresh(self, besides: Member | None = None) -> int:
         """Ask the front ends for their figures. Returns how many requests run in all of them."""

@@ -77,7 +77,7 @@ class FrontEnds:
         assert engine.llm.path is not None
         self._remove_folder()
         folder = private_folder()
-        share(engine, folder)
+        share(engine.llm.client.link, folder)
         table = [(name, choice) for name, choice in engine.table]
         self._engine, self._serve = engine, Serve(folder, str(engine.llm.path), self.settings.seed, table)
         self._do(self._tell_serve)
@@ -163,7 +163,7 @@ class FrontEnds:
             self.coordinator.leave(member)
             self._serving.pop(member, None)
             if self._engine is not None:
-                forget(self._engine, member.client)
+                forget(self._engine.llm.client.link, member.client)
             process.kill()  # it may have closed the connection and still run
             code = await asyncio.to_thread(process.wait)
             del self.processes[member.client]

@@ -48,10 +48,12 @@ class Report(msgspec.Struct, tag=True):
 
 
 class Figures(msgspec.Struct, tag=True):
-    """The totals of a front end's metrics, and its running requests. As a question: -> Figures of all others."""
+    """The totals of a front end's metrics, its running requests, and what the engine answered about itself. As a
+    question: -> Figures of all others, with the last `stats` that any of them got."""
 
     totals: Totals
     num_active: int
+    stats: dict[str, Any] | None = None
 
 
 class Stop(msgspec.Struct, tag=True):

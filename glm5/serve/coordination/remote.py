@@ -21,6 +21,7 @@ from glm5.serve.coordination.peer import Peer
 from glm5.serve.http.call import Call
 from glm5.serve.metrics.prometheus import Totals
 from glm5.serve.service.response_store import MAX_BYTES, Item, Stored
+from glm5.serve.service.shared import Elsewhere, Stats
 
 
 class Remote:
@@ -72,9 +73,9 @@ class Remote:
     async def name_weights_elsewhere(self, version: int, name: str | None) -> None:
         await self._main.call(NameWeights(version, name))
 
-    async def figures_elsewhere(self, totals: Totals, num_active: int) -> tuple[Totals, int]:
-        others = await self._main.call(Figures(totals, num_active), Figures)
-        return others.totals, others.num_active
+    async def figures_elsewhere(self, totals: Totals, num_active: int, stats: Stats | None) -> Elsewhere:
+        others = await self._main.call(Figures(totals, num_active, stats), Figures)
+        return Elsewhere(others.totals, others.num_active, others.stats)
 
     async def _keep(self, tenant: str, stored: Stored, *, is_new: bool) -> None:
         # What the store would not keep is not sent.

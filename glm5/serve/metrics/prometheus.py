@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-Totals = dict[str, dict[tuple[str, ...], list[float]]]
+_Numbers = dict[tuple[str, ...], list[float]]
+Totals = dict[str, _Numbers]
 """By metric and label values, numbers that add up over processes: a counter's value, a histogram's counts and sum."""
+_NONE: _Numbers = {}
 
 
 class Metric:
@@ -33,10 +35,10 @@ class Metric:
         """The current value; 0 for label values that have not occurred."""
         return self._values.get(labels, 0.0)
 
-    def totals(self) -> dict[tuple[str, ...], list[float]]:
+    def totals(self) -> _Numbers:
         return {labels: [value] for labels, value in self._values.items()} if self._adds_up else {}
 
-    def lines(self, common: Mapping[str, str], more: Mapping[tuple[str, ...], list[float]]) -> Iterator[str]:
+    def lines(self, common: Mapping[str, str], more: _Numbers = _NONE) -> Iterator[str]:
         for values in dict.fromkeys((*self._values, *more)) if self._adds_up else self._values:
             value = self.value(*values) + (more[values][0] if self._adds_up and values in more else 0.0)
             yield f"{self.name}{_labels(common, self.labels, values)} {_number(value)}"
@@ -77,10 +79,10 @@ class Histogram:
         self.count += 1
         self.sum += value
 
-    def totals(self) -> dict[tuple[str, ...], list[float]]:
+    def totals(self) -> _Numbers:
         return {(): [*map(float, self._counts), self.sum]}
 
-    def lines(self, common: Mapping[str, str], more: Mapping[tuple[str, ...], list[float]]) -> Iterator[str]:
+    def lines(self, common: Mapping[str, str], more: _Numbers = _NONE) -> Iterator[str]:
         total = 0
         *others, other_sum = more.get((), [0.0] * (len(self._counts) + 1))
         for bound, count, other in zip((*self.bounds, math.inf), self._counts, others, strict=True):

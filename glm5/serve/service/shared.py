@@ -4,10 +4,21 @@
 """
 
 from collections.abc import Collection
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from glm5.serve.metrics.prometheus import Totals
 from glm5.serve.service.response_store import Item, ResponseStore, Stored
+
+Stats = dict[str, Any]  # of the engine
+
+
+class Elsewhere(NamedTuple):
+    """Figures of the other processes of a server: totals of metrics, with those of processes that have ended; running
+    requests; the last statistics of the engine that any process got."""
+
+    totals: Totals
+    num_active: int
+    stats: Stats | None
 
 
 class Shared(Protocol):
@@ -41,9 +52,8 @@ class Shared(Protocol):
 
     async def name_weights_elsewhere(self, version: int, name: str | None) -> None: ...
 
-    async def figures_elsewhere(self, totals: Totals, num_active: int) -> tuple[Totals, int]:
-        """The totals of metrics and the running requests of the other processes, including those that have ended. It
-        takes this process's own."""
+    async def figures_elsewhere(self, totals: Totals, num_active: int, stats: Stats | None) -> Elsewhere:
+        """The figures of the other processes. It takes this process's own; `stats` None: the engine is slow."""
         ...
 
 
@@ -78,5 +88,5 @@ class OneProcess:
     async def name_weights_elsewhere(self, version: int, name: str | None) -> None:
         pass
 
-    async def figures_elsewhere(self, totals: Totals, num_active: int) -> tuple[Totals, int]:
-        return {}, 0
+    async def figures_elsewhere(self, totals: Totals, num_active: int, stats: Stats | None) -> Elsewhere:
+        return Elsewhere({}, 0, stats)

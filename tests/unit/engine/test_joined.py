@@ -45,7 +45,7 @@ def owner(checkpoint, monkeypatch):
     """The engine of the process that started it, and the folder through which others join it."""
     monkeypatch.setattr("glm5.engine.llm.Start", partial(scripted_start, "ok"))
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, AsyncEngine(LLM(checkpoint)) as engine:
-        share(engine, folder)
+        share(engine.llm.client.link, folder)
         yield engine, folder
 
 
@@ -91,7 +91,7 @@ def test_what_a_client_leaves_behind_is_aborted(checkpoint, owner):
         async with leaving.generate([5], ENDLESS) as lost, staying.generate([5], ENDLESS) as kept:
             await anext(lost)
             await anext(kept)
-            forget(engine, 1)
+            forget(engine.llm.client.link, 1)
             while (await engine.stats())["running"] > 1:
                 await anext(kept)
             # It sends on as if it had not heard: nothing of it counts any more.
