@@ -66,8 +66,10 @@ class Member:
         try:
             async with asyncio.timeout(seconds):
                 return await self.peer.call(message, answer)
-        except (TimeoutError, ConnectionError, ApiError) as error:
-            logger.warning("front end %d does not answer: %s", self.client, error or "it is slow")
+        except ConnectionError:  # it has just ended
+            return None
+        except (TimeoutError, ApiError) as error:
+            logger.warning("front end %d: %s", self.client, str(error) or f"no answer within {seconds:g} s")
             return None
 
 

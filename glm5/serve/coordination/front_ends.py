@@ -209,7 +209,7 @@ class FrontEnds:
     async def _follow_drain(self) -> None:
         while True:
             await asyncio.sleep(_POLL_SECONDS)
-            if self.state.is_draining:
+            if self.state.is_draining and not self._is_stopping:
                 self.state.set_active(await self.coordinator.refresh())
 
     async def _tell_stop(self, seconds: float) -> None:
