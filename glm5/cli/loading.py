@@ -8,6 +8,7 @@ from glm5.config.engine import EngineConfig
 
 if TYPE_CHECKING:
     from glm5.chat.template import ChatTemplate
+    from glm5.engine.joined import JoinedLLM
     from glm5.engine.llm import LLM
     from glm5.engine.sampling.params import SamplingParams
 
@@ -47,7 +48,7 @@ def load_llm(settings: ModelSource, engine: EngineConfig, **more: Any) -> "LLM":
     )
 
 
-def load_template(settings: ModelSource, llm: "LLM") -> "ChatTemplate":
+def load_template(settings: ModelSource, llm: "LLM | JoinedLLM") -> "ChatTemplate":
     """The template of the flag, else the checkpoint's own, else a bundled one."""
     from glm5.chat.template import ChatTemplate
 
@@ -64,7 +65,9 @@ def sampling_params(settings: Sampling, llm: "LLM", **fixed: Any) -> "SamplingPa
     return llm.defaults.params(**{"max_tokens": llm.defaults.sampling.get("max_tokens")} | given | fixed)
 
 
-def resolved(settings: ModelSource, llm: "LLM", template: "ChatTemplate | None" = None, **more: str) -> list[str]:
+def resolved(
+    settings: ModelSource, llm: "LLM | JoinedLLM", template: "ChatTemplate | None" = None, **more: str
+) -> list[str]:
     """The resolved choices, one line each, which are printed at start."""
     rows = [("model", settings.model), *llm.table]
     rows += [] if template is None else [("template", template.name)]

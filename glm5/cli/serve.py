@@ -17,7 +17,11 @@ from glm5.common.waits import Waits
 from glm5.config.serve import ServeConfig
 
 if TYPE_CHECKING:
+    import socket
+
+    from glm5.chat.template import ChatTemplate
     from glm5.engine.async_engine import AsyncEngine
+    from glm5.serve.coordination.front_ends import FrontEnds
     from glm5.serve.http.keys import KeyRing
     from glm5.serve.metrics.tracing import Tracing
     from glm5.serve.service.state import ServerState
@@ -45,9 +49,12 @@ def run(args: argparse.Namespace) -> int:
         check(settings, engine := settings.engine_config())
         check_gpus(settings.device, engine.tensor_parallel_size)
         keys, endpoint = read_keys(settings), settings.otlp_traces_endpoint
-        program = _Program(settings, keys, ServerState(), None if endpoint is None else Tracing.to(endpoint))
+        several = settings.api_server_count > 1  # then each process sends its own traces
+        tracing = None if endpoint is None or several else Tracing.to(endpoint)
+        program = _Program(settings, keys, ServerState(), tracing)
     open_files.allow_many()
     with bind(settings.host, settings.port, settings.client_timeout) as listener:
+        program.front = _front_ends(program, listener) if several else None
         setup = ServerSetup(
             import_modules=program.import_modules,
             start=program.start,
@@ -59,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
             client_timeout=settings.client_timeout,
             shutdown_timeout=settings.shutdown_timeout,
             dead_engine_timeout=settings.dead_engine_timeout,
+            front=program.front,
         )
         try:
             supervise(setup, listener)
@@ -79,21 +87,26 @@ def read_keys(settings: ServeConfig) -> "KeyRing":
     return KeyRing(keys)
 
 
+def _front_ends(program: "_Program", listener: "socket.socket") -> "FrontEnds":
+    from glm5.serve.coordination.front_ends import FrontEnds
+
+    settings = program.settings
+    return FrontEnds(settings.api_server_count, settings, program.keys.keys, program.state, listener)
+
+
 class _Program:
     """Starts the engines of a server, and makes the application in front of them."""
 
     def __init__(self, settings: ServeConfig, keys: "KeyRing", state: "ServerState", tracing: "Tracing | None"):
         self.settings, self.keys, self.state, self.tracing = settings, keys, state, tracing
+        self.front: FrontEnds | None = None
         self._app: Any = None
+        self._is_shown = False  # the resolved choices are printed
 
     def import_modules(self) -> None:
         with Waits("importing torch and FastAPI"):
-            for name in (
-                "glm5.checkpoint.resolve",
-                "glm5.engine.async_engine",
-                "glm5.serve.app",
-                "glm5.serve.operations.health",
-            ):
+            names = ["glm5.checkpoint.resolve", "glm5.engine.async_engine", "glm5.serve.operations.health"]
+            for name in names if self.front is not None else [*names, "glm5.serve.app"]:
                 importlib.import_module(name)
 
     def start(self) -> "AsyncEngine":
@@ -120,13 +133,22 @@ class _Program:
         self._app = create_app(
             engine, template, llm.tokenizer, self.settings, keys=self.keys, state=self.state, tracing=self.tracing
         )
-        names = ", ".join(self._app.state.service.model_names)
-        for line in resolved(self.settings, llm, template, name=names):
-            out(line)
+        self._print_choices(engine, template)
         return self._app
 
     def replace(self, engine: "AsyncEngine") -> None:
-        self._app.state.service.engine.replace(engine)
+        if self.front is None:
+            self._app.state.service.engine.replace(engine)
+            return
+        if not self._is_shown:
+            self._print_choices(engine, load_template(self.settings, engine.llm))
+        self.front.show(engine)
+
+    def _print_choices(self, engine: "AsyncEngine", template: "ChatTemplate") -> None:
+        self._is_shown = True
+        names = ", ".join(self.settings.served_model_name or (self.settings.model,))
+        for line in resolved(self.settings, engine.llm, template, name=names):
+            out(line)
 
     def close(self) -> None:
         if self.tracing is not None:

@@ -22,6 +22,9 @@ class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     """Address to listen on; 0.0.0.0 for all."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen on; 0 for a free one."""
+    api_server_count: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that answer HTTP on the one port and share the engine; more than one helps where a core of its own for
+    each is free, and one process is busy all the time."""
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API. Default: MODEL as given."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"

@@ -6,7 +6,8 @@ core          the engine's loop: messages in, a step planned and launched, its t
 scheduler     which rows the next step computes, and with which pages; plain Python
 runner        a plan computed on the device       sampling   logits to tokens
 cache, tiers  KV-cache pages on the device        distributed   the ranks of tensor parallelism
-`build.py` turns settings into a core, `process.py` and `rank.py` are the programs of engine and rank processes.
+`joined.py` lets further processes use one engine. `build.py` turns settings into a core, `process.py` and `rank.py` are
+the programs of engine and rank processes.
 """
 
 from typing import TYPE_CHECKING

@@ -25,6 +25,7 @@ from glm5.engine.frontend.calls import Called, Calls
 from glm5.engine.frontend.client import Request
 from glm5.engine.frontend.outputs import Delta
 from glm5.engine.frontend.request_builder import options_of
+from glm5.engine.joined import JoinedLLM
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.link import CLOSED
@@ -94,7 +95,7 @@ class AsyncEngine:
     """
 
     def __init__(self, llm: LLM | Any, *args: Any, **kwargs: Any):
-        self.llm = llm if isinstance(llm, LLM) else LLM(llm, *args, **kwargs)
+        self.llm: LLM | JoinedLLM = llm if isinstance(llm, (LLM, JoinedLLM)) else LLM(llm, *args, **kwargs)
         self._client = self.llm.hand_over()
         self._calls = Calls(self._client)
         # What one call of the pump received; each event loop is woken once for all of it.

@@ -1,6 +1,7 @@
 """The engine process: `python -m glm5.engine.process FOLDER CWD`, started only by `link.ProcessLink`.
 
-    FOLDER    two ZMQ sockets, MessagePack: one receives requests, the other sends results
+    FOLDER    two ZMQ sockets, MessagePack: one receives requests, the other sends results; after `Listen`, another
+              folder has a socket for the results of each further client
     stdin     a pipe that is never written to: when it closes, the parent has ended, and this process exits
     stdout    a pipe for heartbeats and the final message, JSON lines: they need no socket to be flushed
     stderr    the parent's
@@ -27,7 +28,26 @@ from glm5.common import log
 from glm5.common.errors import GlmError, reason_of, words_of
 from glm5.engine.transport.failure import ORPHANED
 from glm5.engine.transport.heartbeat import Heartbeat, take_stdout
-from glm5.engine.transport.wire import INBOX, OUTBOX, Close, Dead, Loading, Ready, Start, ToEngine
+from glm5.engine.transport.wire import (
+    INBOX,
+    OUTBOX,
+    Answer,
+    Close,
+    Dead,
+    EngineInfo,
+    Join,
+    Leave,
+    Listen,
+    Loading,
+    Ready,
+    Start,
+    ToClient,
+    ToEngine,
+    Update,
+    Updates,
+    client_of,
+    sender_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +60,14 @@ def main(folder: str, cwd: str) -> NoReturn:
     """Serve until `Close`. Exits the process in every case."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal or service manager may send them to both processes;
         signal.signal(number, signal.SIG_IGN)  # the parent handles them and closes this one
-    heartbeat = Heartbeat(take_stdout())
-    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    heartbeat, folders = Heartbeat(take_stdout()), [folder]
+    threading.Thread(target=_end_with_parent, args=(folders,), daemon=True).start()
     with suppress(OSError):  # `_spawn` starts this in another folder, see there
         os.chdir(cwd)
     started = False
     try:
         context = zmq.Context()
-        inbox, outbox = _Inbox(context, folder), _Outbox(context, folder)
+        inbox, outbox = _Inbox(context, folder), _Outbox(context, folders)
         start = inbox.start()
         log.configure(start.log_level, start.log_style)
         heartbeat.start(start.config["watchdog_timeout"])
@@ -86,10 +106,21 @@ def _serve(core: Any, inbox: "_Inbox", outbox: "_Outbox", heartbeat: "Heartbeat"
     """Run the core's steps; without work, block on the inbox."""
     while True:
         for message in inbox.take(wait=not core.has_work):
-            if isinstance(message, Close):
-                core.close()
-                return
-            core.receive(message)
+            match message:
+                case Close():
+                    core.close()
+                    return
+                case Listen(folder):
+                    inbox.bind(folder)
+                    outbox.folders.append(folder)
+                case _ if outbox.has_left(message):
+                    pass
+                case Join(client):
+                    outbox.join(client, core.info)
+                case _:
+                    if isinstance(message, Leave):
+                        outbox.leave(message.client)
+                    core.receive(message)
         with heartbeat.busy():
             for message in core.step():
                 outbox.send(message)
@@ -99,8 +130,12 @@ class _Inbox:
     def __init__(self, context: zmq.Context[Any], folder: str):
         self._socket = context.socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 0)
-        self._socket.bind(f"ipc://{folder}/{INBOX}")
+        self.bind(folder)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def bind(self, folder: str) -> None:
+        """Receive through a socket in this folder too."""
+        self._socket.bind(f"ipc://{folder}/{INBOX}")
 
     def start(self) -> Start:
         return msgspec.msgpack.decode(self._socket.recv(), type=Start)
@@ -120,24 +155,62 @@ class _Inbox:
 
 
 class _Outbox:
-    def __init__(self, context: zmq.Context[Any], folder: str):
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.connect(f"ipc://{folder}/{OUTBOX}")
-        self._encoder = msgspec.msgpack.Encoder()
+    """A socket to each client. What belongs to no client goes to the first, which started this process."""
 
-    def send(self, message: Any) -> None:
-        self._socket.send(self._encoder.encode(message))
+    def __init__(self, context: zmq.Context[Any], folders: list[str]):
+        self.folders = folders
+        self._context, self._encoder = context, msgspec.msgpack.Encoder()
+        self._sockets = {0: self._connect(f"{folders[0]}/{OUTBOX}")}
+        self._left: set[int] = set()
+
+    def send(self, message: ToClient) -> None:
+        if len(self._sockets) == 1:
+            self._send(0, message)
+        elif isinstance(message, Updates):
+            parts: dict[int, list[Update]] = {}
+            for update in message.updates:
+                parts.setdefault(client_of(update.seq_id), []).append(update)
+            for client, updates in parts.items():
+                self._send(client, Updates(updates))
+        else:
+            self._send(client_of(message.call_id) if isinstance(message, Answer) else 0, message)
+
+    def join(self, client: int, info: EngineInfo) -> None:
+        """Open the socket to a client, and tell it that the engine is ready."""
+        if client not in self._sockets:
+            self._sockets[client] = self._connect(f"{self.folders[-1]}/{OUTBOX}-{client}")
+            self._send(client, Ready(info))
+
+    def leave(self, client: int) -> None:
+        self._left.add(client)
+        if (socket := self._sockets.pop(client, None)) is not None:
+            socket.close(linger=0)
+
+    def has_left(self, message: ToEngine) -> bool:
+        """Whether the sender of a message has left: its messages may arrive after `Leave`, which another one sends."""
+        return bool(self._left) and sender_of(message) in self._left
 
     def close(self) -> None:
-        self._socket.close(linger=_FLUSH_MS)
+        for client, socket in self._sockets.items():
+            socket.close(linger=0 if client else _FLUSH_MS)  # others end when the first says so, and read no more
+
+    def _send(self, client: int, message: ToClient) -> None:
+        if (socket := self._sockets.get(client)) is not None:
+            socket.send(self._encoder.encode(message))
+
+    def _connect(self, path: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PUSH)
+        socket.set(zmq.SNDHWM, 0)
+        socket.connect(f"ipc://{path}")
+        return socket
 
 
-def _end_with_parent(folder: str) -> NoReturn:
+def _end_with_parent(folders: list[str]) -> NoReturn:
     with suppress(OSError):
         while os.read(0, 1):
             pass
-    shutil.rmtree(folder, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(ORPHANED)
 
 

@@ -5,6 +5,7 @@
 Access checks API keys and limits. CORS is added only if --allowed-origins is given.
 """
 
+import time
 from typing import Any
 
 from fastapi import FastAPI
@@ -26,7 +27,7 @@ from glm5.serve.http.disconnect import CancelOnDisconnect
 from glm5.serve.http.hosts import Hosts
 from glm5.serve.http.incoming import BoundedBody
 from glm5.serve.http.keys import KeyRing
-from glm5.serve.http.limits import Limits
+from glm5.serve.http.limits import Admission, Limits, OwnLimits
 from glm5.serve.metrics.server_metrics import ServerMetrics
 from glm5.serve.metrics.tracing import Tracing
 from glm5.serve.operations.admin import router as admin
@@ -37,7 +38,9 @@ from glm5.serve.operations.models import router as models
 from glm5.serve.page.pages import router as pages
 from glm5.serve.responses.route import router as responses
 from glm5.serve.service.service import Engine, Service
+from glm5.serve.service.shared import OneProcess, Shared
 from glm5.serve.service.state import ServerState
+from glm5.serve.service.weight_names import WeightNames
 from glm5.serve.sglang.info import router as sglang_info
 from glm5.serve.sglang.loads import router as loads
 from glm5.serve.sglang.route import router as sglang
@@ -55,19 +58,25 @@ def create_app(
     keys: KeyRing | None = None,
     state: ServerState | None = None,
     tracing: Tracing | None = None,
+    admission: Admission | None = None,
+    shared: Shared | None = None,
+    weight_names: WeightNames | None = None,
+    created: int | None = None,
 ) -> FastAPI:
     """An application that serves a running engine; the caller starts and closes the engine.
 
     `keys` None: no API key is needed. `tracing` None: no traces. `state`: shared with the caller, which drains and
-    stops the server through it.
+    stops the server through it. `admission`, `shared`, `weight_names` and `created`, the time of the start: of a server
+    with several processes.
     """
     traced: dict[str, Any] = {} if tracing is None else {"telemetry": {"tracer_provider": tracing.provider}}
     app = FastAPI(title="glm5", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, **traced)
     names = config.served_model_name or (config.model,)
-    metrics, state, limits = ServerMetrics(names[0]), state or ServerState(), _limits(config)
+    metrics, state = ServerMetrics(names[0]), state or ServerState()
+    admission, shared = admission or OwnLimits(Limits.of(config)), shared or OneProcess()
     bounds = Bounds(config.max_prompt_tokens, config.max_output_tokens, config.request_timeout)
     log_tokenizer = tokenizer if config.enable_log_requests else None
-    metered = MeteredEngine(engine, metrics, limits, bounds, log_tokenizer, tracing)
+    metered = MeteredEngine(engine, metrics, admission, bounds, log_tokenizer, tracing)
     service = Service(
         metered,
         template,
@@ -80,6 +89,9 @@ def create_app(
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
         tokens_as_ids=config.return_tokens_as_token_ids,
         routed_experts=config.enable_return_routed_experts,
+        created=int(time.time()) if created is None else created,
+        shared=shared,
+        weight_names=weight_names or WeightNames(),
     )
     app.state.service, app.state.probe = service, Probe()
     apis = (chat, completions, responses, anthropic, sglang, sglang_info, loads, vllm_info, tokens)
@@ -93,7 +105,7 @@ def create_app(
     app.add_middleware(CancelOnDisconnect)
     keys = keys or KeyRing()
     hosts = Hosts(None if keys.is_needed and not config.allowed_hosts else (*config.allowed_hosts, config.host))
-    app.add_middleware(Access, keys=keys, hosts=hosts, limits=limits, state=state, metrics=metrics)
+    app.add_middleware(Access, keys=keys, hosts=hosts, admission=admission, state=state, metrics=metrics)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -110,11 +122,3 @@ def create_app(
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     return app
-
-
-def _limits(config: ServeConfig) -> Limits:
-    return Limits(
-        config.max_num_seqs + config.max_queue,
-        requests_per_minute=config.key_requests_per_minute,
-        max_concurrency=config.key_max_concurrency,
-    )

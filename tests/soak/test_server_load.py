@@ -1,7 +1,7 @@
 """500 streaming clients at once, of which a tenth leave half-way and a tenth read slowly: every other answer is whole
-and right, memory stays flat, and nothing is left behind.
+and right, memory stays flat, and nothing is left behind. Also 2,000 of them, of two front ends, for ten minutes.
 
-    SOAK_SECONDS=600 .venv/bin/python -m pytest -s tests/soak/test_server_load.py       ten minutes of it
+    SOAK_SECONDS=600 .venv/bin/python -m pytest -s tests/soak/test_server_load.py       ten minutes of the first
 """
 
 import asyncio
@@ -16,17 +16,18 @@ import httpx
 import psutil
 import pytest
 
+from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
+from glm5.serve.coordination.front_ends import FrontEnds
 from glm5.serve.http.server import bind, serving
 from glm5.serve.service.state import ServerState
 from tests.support.engines import save_tiny
 from tests.support.serving import make_app
 from tests.support.streaming_crowd import MAX_COMPLAINTS, PATIENCE_S, Crowd, CrowdReport, Load, body_of, events_of
 
-pytestmark = pytest.mark.slow
-
 SECONDS = float(os.environ.get("SOAK_SECONDS", "30"))
+LONG_SECONDS, MANY_CLIENTS = float(os.environ.get("SOAK_SECONDS", "600")), 2000
 NUM_CLIENTS, MAX_NUM_SEQS, NUM_QUESTIONS, MAX_TOKENS = 500, 64, 40, 32
 NUM_PAGES = 100  # fewer than the running requests may need: some are preempted, most prefixes are forgotten
 SAMPLE_S = 1.0
@@ -81,7 +82,7 @@ class Server:
         assert self.llm.client.num_unfinished == 0
         assert not self.engine._streams
         assert not self.service.running._names
-        assert self.service.engine.limits.num_places == 0
+        assert self.service.engine.admission.limits.num_places == 0
 
     def stats(self) -> dict:
         return self.ask(self.engine.stats())
@@ -134,6 +135,59 @@ def growth(samples: list[int]) -> tuple[int, int]:
     return median(later[:part]), median(later[-part:])
 
 
+def check_growth(memory: dict[str, list[int]]) -> None:
+    for name, samples in memory.items():
+        early, late = growth(samples)
+        print(f"{name}: RSS {samples[0] >> 20} MB at first, {early >> 20} MB later, {late >> 20} MB at the end")
+        print("  every tenth of the time:", *(s >> 20 for s in samples[:: max(1, len(samples) // 10)]))
+    for name, samples in memory.items():
+        early, late = growth(samples)
+        assert late <= early * FLAT + SLACK_BYTES, f"{name} grows: {early} to {late} bytes"
+
+
+def check_report(reported: CrowdReport, num_clients: int) -> None:
+    assert reported.wrong == 0, reported.complaints
+    assert reported.most_open == num_clients
+    assert min(reported.whole / 8, reported.slow, reported.left) >= num_clients / 10
+
+
+@pytest.mark.long
+def test_two_thousand_clients_of_two_front_ends(tmp_path):
+    folder = save_tiny(tmp_path / "model", 11)
+    settings = ServeConfig(
+        model=str(folder), api_server_count=2, max_num_seqs=MAX_NUM_SEQS, max_queue=MANY_CLIENTS,
+        client_timeout=PATIENCE_S,
+    )  # fmt: skip
+    options = {"max_model_len": 256, "num_gpu_blocks_override": NUM_PAGES, "deterministic": True}
+    with (
+        bind("127.0.0.1", 0, PATIENCE_S) as listener,
+        AsyncEngine(LLM(folder, max_num_seqs=MAX_NUM_SEQS, **options)) as engine,
+    ):
+        front = FrontEnds(2, settings, [], ServerState(), listener)
+        front.start()
+        try:
+            front.show(engine)
+            front.state.change(not_serving=None)
+            answers = answers_alone(front.url)
+            processes = {f"front end {n}": psutil.Process(each.pid) for n, each in sorted(front.processes.items())}
+            processes |= {"main": psutil.Process(), "engine": psutil.Process(engine.llm.client.link.pid)}
+            num_files = {name: process.num_fds() for name, process in processes.items()}
+            reported, memory = loaded(Load(front.url, LONG_SECONDS, MANY_CLIENTS, MAX_TOKENS, answers), processes)
+            print(f"\n{reported}")
+            check_report(reported, MANY_CLIENTS)
+            deadline = time.monotonic() + PATIENCE_S
+            while front.coordinator.limits.num_places or any(
+                process.num_fds() > num_files[name] for name, process in processes.items()
+            ):
+                assert time.monotonic() < deadline, front.coordinator.limits.num_places
+            stats = asyncio.run(engine.stats())
+            assert (stats["prompting"], stats["decoding"], stats["waiting"], stats["pages"]["in_use"]) == (0, 0, 0, 0)
+            check_growth(memory)
+        finally:
+            front.stop()
+
+
+@pytest.mark.slow
 def test_five_hundred_clients(tmp_path):
     server = Server(tmp_path / "model")
     with server.engine, serving(server, server.engine, bind("127.0.0.1", 0, PATIENCE_S)) as url:
@@ -146,21 +200,14 @@ def test_five_hundred_clients(tmp_path):
         seconds = time.monotonic() - start
         print(f"\n{seconds:.0f} s: {reported}")
         print(f"engine: {server.stats()}")
-        for name, samples in memory.items():
-            early, late = growth(samples)
-            print(f"{name}: RSS {samples[0] >> 20} MB at first, {early >> 20} MB later, {late >> 20} MB at the end")
-            print("  every tenth of the time:", *(s >> 20 for s in samples[:: max(1, len(samples) // 10)]))
-        assert reported.wrong == 0, reported.complaints
-        assert reported.most_open == NUM_CLIENTS
-        assert min(reported.whole / 8, reported.slow, reported.left) >= NUM_CLIENTS / 10
+        check_report(reported, NUM_CLIENTS)
         server.assert_nothing_left(num_tasks, num_files)
-        for name, samples in memory.items():
-            early, late = growth(samples)
-            assert late <= early * FLAT + SLACK_BYTES, f"{name} grows: {early} to {late} bytes"
+        check_growth(memory)
 
 
+@pytest.mark.slow
 def test_the_crowd_notices():
-    """An answer that is not right, not whole or not there is told of."""
+    """An answer that is not right, not whole or not there is reported of."""
     crowd = Crowd(Load("http://127.0.0.1:1", 0.0, 1, 2, ["ab"]))
     chunk = b'data: {"choices":[{"text":"%s"}],"usage":{"completion_tokens":2}}\n\n'
     head, end = b"HTTP/1.0 200 OK\r\n\r\n", b"data: [DONE]\n\n"
@@ -174,6 +221,7 @@ def test_the_crowd_notices():
     assert len(crowd.reported.complaints) == MAX_COMPLAINTS == crowd.reported.wrong
 
 
+@pytest.mark.slow
 def test_growth_is_noticed():
     flat, leak = [100 << 20] * 100, [(100 + n) << 20 for n in range(100)]
     for samples, is_flat in ((flat, True), (leak, False)):

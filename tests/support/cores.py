@@ -25,6 +25,28 @@ INFO = EngineInfo(
     table=[("cache", "16 pages")],
 )
 
+SCRIPTED_STATS = {
+    "prompting": 1,
+    "decoding": 2,
+    "waiting": 3,
+    "held": 1,
+    "retracted": 0,
+    "waiting_tokens": 700,
+    "uncached_tokens": 600,
+    "sampled_tokens": 5000,
+    "prefill": {"tokens": 4000, "busy_us": 90000},
+    "decode_moments": [10, 20, 30, 40, 50, 60],
+    "steps": 40,
+    "rows": 500,
+    "preemptions": 1,
+    "pages": {"all": 200, "in_use": 50, "idle": 10},
+    "prefix_cache": {"query_tokens": 1000, "hit_tokens": {"device": 300, "host": 20, "disk": 1}},
+    "tiers": {"damaged": 2, "disk_damaged": 5},
+    "speculation": {"depth": 2, "drafted": [100, 80], "accepted": [90, 40]},
+    "weight_version": 4,
+    "is_sleeping": False,
+}
+
 
 @dataclass
 class Counting:
@@ -68,12 +90,15 @@ class ScriptedCore:
                         self.out.append(Updates([Update(seq_id, [], 0, "abort")]))
             case StopAnswer():
                 self.running.pop(message.seq_id, None)
+            case wire.Leave():
+                for seq_id in [one for one in self.running if wire.client_of(one) == message.client]:
+                    del self.running[seq_id]
             case wire.PauseCall() | wire.ResumeCall():
                 self.paused = isinstance(message, wire.PauseCall)
                 self.out.append(Answer(message.call_id))
             case wire.StatsCall():
                 stats = {"heard": self.received, "running": len(self.running), "pid": os.getpid()}
-                self.out.append(Answer(message.call_id, stats))
+                self.out.append(Answer(message.call_id, SCRIPTED_STATS | stats))
             case wire.SleepCall():
                 self.out.append(Answer(message.call_id, {"freed_bytes": 10 * message.level}))
             case wire.UpdateWeightsCall():

@@ -15,30 +15,9 @@ from glm5.engine.defaults import NO_DEFAULTS
 from glm5.engine.frontend.outputs import Delta, Piece
 from glm5.engine.llm import LLM
 from glm5.engine.transport.wire import EngineInfo
+from tests.support.cores import SCRIPTED_STATS
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer
-
-SCRIPTED_STATS = {
-    "prompting": 1,
-    "decoding": 2,
-    "waiting": 3,
-    "held": 1,
-    "retracted": 0,
-    "waiting_tokens": 700,
-    "uncached_tokens": 600,
-    "sampled_tokens": 5000,
-    "prefill": {"tokens": 4000, "busy_us": 90000},
-    "decode_moments": [10, 20, 30, 40, 50, 60],
-    "steps": 40,
-    "rows": 500,
-    "preemptions": 1,
-    "pages": {"all": 200, "in_use": 50, "idle": 10},
-    "prefix_cache": {"query_tokens": 1000, "hit_tokens": {"device": 300, "host": 20, "disk": 1}},
-    "tiers": {"damaged": 2, "disk_damaged": 5},
-    "speculation": {"depth": 2, "drafted": [100, 80], "accepted": [90, 40]},
-    "weight_version": 4,
-    "is_sleeping": False,
-}
 
 
 class ScriptedEngine:

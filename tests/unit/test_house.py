@@ -46,7 +46,7 @@ LAYERS = {
         inputs
     """,
     "glm5.serve": """
-        completions responses anthropic sglang vllm operations page
+        completions responses anthropic sglang vllm operations page coordination
         chat
         generation
         http

@@ -42,6 +42,9 @@ from glm5.engine.transport.wire import (
     Answer,
     Close,
     EngineInfo,
+    Join,
+    Leave,
+    Listen,
     ProfileCall,
     StatsCall,
     StopAnswer,
@@ -49,6 +52,7 @@ from glm5.engine.transport.wire import (
     ToEngine,
     Update,
     Updates,
+    client_of,
 )
 
 # How long an iteration without work waits for another thread. This also bounds how long a message waits.
@@ -203,6 +207,9 @@ class EngineCore:
                     self._admit(ready)
             case AbortRequests(seq_ids=seq_ids):
                 self.abort(seq_ids)
+            case Leave(client=client):
+                running = (*self._replies, *self.intake.seq_ids)
+                self.abort(tuple(seq_id for seq_id in running if client_of(seq_id) == client))
             case StopAnswer(seq_id=seq_id):
                 # The client has ended it: no update follows, whatever is still computed.
                 self.intake.abort((seq_id,))
@@ -214,8 +221,8 @@ class EngineCore:
                 self._answers.append(Answer(call_id, self.stats()))
             case ProfileCall():
                 self._answers.append(self._profile(message))
-            case Close():
-                raise AssertionError("Close is handled by the process")
+            case Close() | Listen() | Join():
+                raise AssertionError(f"{message} is handled by the process")
             case _:
                 self.control.add(message)
 

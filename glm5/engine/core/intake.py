@@ -71,6 +71,11 @@ class Intake:
         """Answers of requests that are not ready."""
         return sum(len(waiting.submit.seq_ids) for waiting in self._waiting)
 
+    @property
+    def seq_ids(self) -> list[int]:
+        """The answers of requests that are not ready."""
+        return [seq_id for waiting in self._waiting for seq_id in waiting.request.seq_ids]
+
     def add(self, request: AddRequest, weights: bytes) -> Refusal | None:
         """Check a request, start its compilation and lookup. `weights`: identity of the weights in use."""
         try:

@@ -34,6 +34,7 @@ from glm5.engine.transport.wire import (
     ToEngine,
     Update,
     Updates,
+    first_id,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class Client:
         self.tokenizer, self.link = tokenizer, link
         self._dead_because: str | None = None
         self._lock = threading.Lock()  # orders each request or call before or after the engine's end
-        self._seeds, self._seq_ids, self._call_ids, self._numbers = Random(seed), count(1), count(1), count()
+        first = first_id(link.client)
+        self._seeds, self._seq_ids, self._call_ids, self._numbers = Random(seed), count(first), count(first), count()
         self._growing: dict[int, tuple[Request, OutputStream]] = {}
         self._calls: dict[int, Future[dict[str, Any]]] = {}
         # The text of a token by itself, for log-probabilities.

@@ -60,8 +60,9 @@ class Core(Protocol):
 
 class Link(Protocol):
     """What a client needs of its engine. `ended`: `Dead` was returned, nothing follows. `is_forked`: this process is a
-    fork of the one that started the engine."""
+    fork of the one that started the engine. `client`: which of the engine's clients this is; it starts with 0."""
 
+    client: int
     ended: bool
 
     @property
@@ -74,6 +75,8 @@ class Link(Protocol):
 
 class InlineLink:
     """A core in this process: it computes in the thread that calls `receive`."""
+
+    client = 0
 
     def __init__(self, core: Core):
         self.core, self.ended = core, False
@@ -130,13 +133,15 @@ class ProcessLink:
     CLOSE_SECONDS of a `Close`. It exits by itself when this process does.
     """
 
+    client = 0
+
     def __init__(self, start: Start):
         self.ended, self._owner = False, os.getpid()
         self.watchdog_timeout: float = start.config["watchdog_timeout"]
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToClient)
         # A socket belongs to one thread at a time. Reentrant: a thread that finds the engine ended holds one already.
         self._sending, self._receiving = threading.RLock(), threading.RLock()
-        self._folder = _private_folder()
+        self._folder = private_folder()
         self._context = zmq.Context()
         # Senders connect and receivers bind: messages are then queued while the other process is not there yet or has
         # ended. A bound sender would block.
@@ -270,7 +275,7 @@ class ProcessLink:
         return socket
 
 
-def _private_folder() -> str:
+def private_folder() -> str:
     """Create a folder that no other user can read, with a path short enough for sockets in it."""
     base = tempfile.gettempdir()
     return tempfile.mkdtemp(prefix="glm5-", dir=base if len(base) <= _MAX_FOLDER else "/tmp")

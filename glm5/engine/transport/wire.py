@@ -14,6 +14,7 @@ from glm5.engine.scheduler.plan import EndReason
 from glm5.engine.transport.kv_events import KvEventSource
 
 INBOX, OUTBOX = "to-engine", "to-client"  # names of the two sockets, in a folder of the engine's
+_ID_BITS = 40  # of an id within its client
 
 Policy = Literal["keep", "recompute", "abort"]
 Part = Literal["weights", "kv_cache"]  # what sleep releases and wake restores
@@ -141,6 +142,24 @@ class Close(msgspec.Struct, tag=True):
     """Shut down: flush the disk tier, then exit with code 0."""
 
 
+class Listen(msgspec.Struct, tag=True):
+    """Accept other clients from now on, through sockets in `folder` (joined.py)."""
+
+    folder: str
+
+
+class Join(msgspec.Struct, tag=True):
+    """The first message of another client: it has opened its socket. Answered with `Ready`."""
+
+    client: int
+
+
+class Leave(msgspec.Struct, tag=True):
+    """A client has ended, and its number is never used again: abort its answers, ignore what it sent before."""
+
+    client: int
+
+
 ToEngine = (
     AddRequest
     | AbortRequests
@@ -154,7 +173,32 @@ ToEngine = (
     | StatsCall
     | ProfileCall
     | Close
+    | Listen
+    | Join
+    | Leave
 )
+
+
+def first_id(client: int) -> int:
+    """The smallest id of sequences and calls of a client. The one that started the engine is client 0."""
+    return (client << _ID_BITS) + 1
+
+
+def client_of(number: int) -> int:
+    """The client that chose the id of a sequence or a call."""
+    return number >> _ID_BITS
+
+
+def sender_of(message: ToEngine) -> int | None:
+    """The client that sent a message; None where the message does not tell."""
+    match message:
+        case AddRequest(seq_ids=seq_ids) if seq_ids:
+            return client_of(seq_ids[0])
+        case Join(client=client):
+            return client
+        case _:
+            call_id: int | None = getattr(message, "call_id", None)
+            return None if call_id is None else client_of(call_id)
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

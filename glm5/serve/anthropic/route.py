@@ -36,7 +36,7 @@ async def messages(
     """Answer a conversation, as a stream of events or in one response."""
     body.check_budget(request.headers.get("anthropic-beta", ""))
     job = await asyncio.to_thread(_prepare, body, service)
-    check(job, service)
+    await check(job, service)
     omits = body.thinking is not None and body.thinking.display == "omitted"
     answer = MessageAnswer(job.id, body.model or service.model_names[0], omits_thinking=omits)
     usage = Usage(len(job.prompt_ids))

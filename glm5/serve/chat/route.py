@@ -31,7 +31,7 @@ async def chat_completions(body: ChatBody = Depends(_read), service: Service = D
     """Answer a conversation, as a stream of chunks or in one response."""
     # Templates and tokenizers take a second for a million tokens, which would block the event loop.
     job = await asyncio.to_thread(prepare, body, service)
-    check(job, service)
+    await check(job, service)
     answer = ChatAnswer(body, job.id, body.model or service.model_names[0], job.prompt_ids, body.formatter(service))
     usage = Usage(len(job.prompt_ids))
     if body.stream:

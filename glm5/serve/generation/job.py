@@ -1,7 +1,7 @@
 """Runs requests of every API on the engine, and parses their answers.
 
     job = Job(id, prompt_ids, params, options, reader)
-    check(job, service)                                # errors that must come before the status line is sent
+    await check(job, service)                          # errors that must come before the status line is sent
     async for step in steps(job, service, usage): ...  # leaving it aborts the request
 
 An API converts its request body into a job, and steps into its response; it accesses the engine only through them.
@@ -105,16 +105,18 @@ class Usage:
             setattr(self, name, getattr(self, name) + value)
 
 
-def check(job: Job, service: Service) -> None:
-    """Raises RequestError for a request that cannot be served, EngineDead when the engine is not running."""
+async def check(job: Job, service: Service) -> None:
+    """Raises RequestError for a request that cannot be served, EngineDead when the engine is not running, ApiError if
+    there is no room for its answers."""
     with named(job.names):
         service.engine.check(job.prompt_ids, job.params, **vars(job.options))
+    await service.engine.reserve(job.params.n)
 
 
 async def check_all(jobs: Sequence[Job], service: Service) -> None:
     """Check all jobs of one request. The event loop serves other requests in between."""
     for job in jobs:
-        check(job, service)
+        await check(job, service)
         await asyncio.sleep(0)
 
 

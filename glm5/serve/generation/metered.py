@@ -21,7 +21,7 @@ from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.wire import EngineInfo, Policy
 from glm5.serve.http.call import caller, current
 from glm5.serve.http.errors import ApiError
-from glm5.serve.http.limits import Limits
+from glm5.serve.http.limits import Admission
 from glm5.serve.metrics.server_metrics import RequestMetrics, ServerMetrics
 from glm5.serve.metrics.tracing import Tracing
 from glm5.serve.service.service import Engine
@@ -47,19 +47,18 @@ class MeteredEngine:
         self,
         engine: Engine,
         metrics: ServerMetrics,
-        limits: Limits,
+        admission: Admission,
         bounds: Bounds | None = None,
         log_tokenizer: Tokenizer | None = None,
         tracing: Tracing | None = None,
     ):
-        self.engine, self.metrics, self.limits = engine, metrics, limits
+        self.engine, self.metrics, self.admission = engine, metrics, admission
         self.bounds = bounds or Bounds()
         self._log_tokenizer, self._tracing = log_tokenizer, tracing
 
     def replace(self, engine: Engine) -> None:
         """Use another engine from now on."""
         self.engine = engine
-        self.metrics.restarts.add(1)
 
     @property
     def max_model_len(self) -> int:
@@ -100,9 +99,12 @@ class MeteredEngine:
             most = f"{bounds.max_output_tokens} on this server"
             raise RequestError(f"max_tokens is {params.max_tokens}; allowed: up to {most}", "max_tokens")
         self.engine.check(prompt_ids, params, **options)
+
+    async def reserve(self, num_answers: int) -> None:
+        """Reserve places for answers of the current request. Raises ApiError if a limit is reached."""
         if (call := current()) is not None and call.places:
             try:
-                self.limits.grow(call, params.n)
+                await self.admission.grow(call, num_answers)
             except ApiError as error:
                 self.metrics.refused.add(1, error.code or str(error.status))
                 raise

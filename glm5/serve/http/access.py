@@ -26,7 +26,7 @@ from glm5.serve.http.call import Call, begin
 from glm5.serve.http.errors import ApiError, draining, error_response
 from glm5.serve.http.hosts import Hosts
 from glm5.serve.http.keys import ANYONE, KeyRing, Tenant
-from glm5.serve.http.limits import Limits
+from glm5.serve.http.limits import Admission
 from glm5.serve.metrics.server_metrics import ServerMetrics
 from glm5.serve.service.state import ServerState
 
@@ -58,9 +58,16 @@ class Access:
     """ASGI middleware around the application."""
 
     def __init__(
-        self, app: ASGIApp, *, keys: KeyRing, hosts: Hosts, limits: Limits, state: ServerState, metrics: ServerMetrics
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        hosts: Hosts,
+        admission: Admission,
+        state: ServerState,
+        metrics: ServerMetrics,
     ):
-        self.app, self.keys, self.hosts, self.limits = app, keys, hosts, limits
+        self.app, self.keys, self.hosts, self.admission = app, keys, hosts, admission
         self.state, self.metrics = state, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,15 +101,15 @@ class Access:
         """Serve a request that a shutdown waits for. Raises ApiError to refuse it."""
         self.state.enter()
         try:
-            self._admit(call, scope)
+            await self._admit(call, scope)
             # Before the last byte goes out: the client may send its next request before this one's task has ended.
-            send.on_end = partial(self.limits.leave, call)
+            send.on_end = partial(self.admission.leave, call)
             await self.app(scope, receive, send)
         finally:
-            self.limits.leave(call)
+            self.admission.leave(call)
             self.state.leave()
 
-    def _admit(self, call: Call, scope: Scope) -> None:
+    async def _admit(self, call: Call, scope: Scope) -> None:
         """Find the tenant and apply its limits. Raises ApiError to refuse the request."""
         call.tenant = self._tenant(scope["path"], Headers(scope=scope))
         if self.state.is_draining:
@@ -110,7 +117,7 @@ class Access:
         scope.setdefault("state", {})["tenant"] = call.tenant
         begin(call)
         if scope["method"] == "POST" and scope["path"] not in ADMIN_PATHS:
-            self.limits.enter(call)
+            await self.admission.enter(call)
 
     def _tenant(self, path: str, headers: Headers) -> Tenant:
         """The tenant of a request. Raises ApiError 401 or 403 if it has no access to the path."""

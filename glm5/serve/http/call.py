@@ -15,13 +15,14 @@ from glm5.serve.http.keys import ANYONE, Tenant
 class Call:
     """`session`: the client's X-Session-ID, by which routers send a session to one server. `places`: how many of the
     server's concurrent answers it occupies, 0 for a route without limits. `num_answers`: how many answers it has
-    requested from the engine."""
+    requested from the engine. `number`: where another process keeps the limits, the request's number there."""
 
     id: str
     tenant: Tenant = ANYONE
     session: str = ""
     places: int = 0
     num_answers: int = 0
+    number: int = 0
 
 
 _CURRENT: ContextVar[Call | None] = ContextVar("glm5-call", default=None)

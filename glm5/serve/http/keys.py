@@ -162,6 +162,7 @@ class KeyRing:
             if twice := next((value for value in seen if seen.count(value) > 1), None):
                 named = twice if what == "name" else [key.name for key in keys if key.sha256 == twice]
                 raise ConfigError(f"API keys: two have the same {what}, {named}; allowed: each once")
+        self.keys = list(keys)
         self._tenants = [(bytes.fromhex(key.sha256), _tenant(key)) for key in keys]
         roles = [key.role for key in keys]
         self.has_admin = "admin" in roles

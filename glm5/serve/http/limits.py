@@ -10,7 +10,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, Self
 
+from glm5.config.serve import ServeConfig
 from glm5.serve.http.call import Call
 from glm5.serve.http.errors import ApiError
 
@@ -41,6 +43,15 @@ class Limits:
         self.max_places, self.num_places = max_places, 0
         self._rate, self._concurrency, self._clock = requests_per_minute, max_concurrency, clock
         self._accounts: dict[str, _Account] = {}
+
+    @classmethod
+    def of(cls, config: ServeConfig) -> Self:
+        """The limits of a server with these settings."""
+        return cls(
+            config.max_num_seqs + config.max_queue,
+            requests_per_minute=config.key_requests_per_minute,
+            max_concurrency=config.key_max_concurrency,
+        )
 
     def enter(self, call: Call) -> None:
         """Reserve a place for a request before its body is read. Raises ApiError 429 if a limit is reached."""
@@ -80,6 +91,30 @@ class Limits:
         if self.max_places is not None and places and self.num_places + places > self.max_places:
             message = f"the server has {self.num_places} answers running or waiting; allowed: {self.max_places}"
             raise ApiError(429, f"{message}; try again later", code="queue_full", retry_after=FULL_SECONDS)
+
+
+class Admission(Protocol):
+    """`Limits` of the whole server, which another process may keep (`glm5.serve.coordination.remote`)."""
+
+    async def enter(self, call: Call) -> None: ...
+    async def grow(self, call: Call, num_answers: int) -> None: ...
+    def leave(self, call: Call) -> None: ...
+
+
+class OwnLimits:
+    """`Admission` by limits in this process."""
+
+    def __init__(self, limits: Limits):
+        self.limits = limits
+
+    async def enter(self, call: Call) -> None:
+        self.limits.enter(call)
+
+    async def grow(self, call: Call, num_answers: int) -> None:
+        self.limits.grow(call, num_answers)
+
+    def leave(self, call: Call) -> None:
+        self.limits.leave(call)
 
 
 def _burst(rate: float | None) -> float:

@@ -124,19 +124,26 @@ class Server:
         if not self._server.started:
             raise RuntimeError("the server did not start; see its log for the reason")
 
-    def stop(self, seconds: float = CLOSE_SECONDS, is_urgent: Callable[[], bool] = lambda: False) -> None:
-        """Accept no more connections and close the open ones. Running responses get `seconds`, or until `is_urgent`
-        is true."""
+    def begin_stop(self, seconds: float) -> None:
+        """Accept no more connections and close the open ones. Running responses get so many seconds."""
         self._server.config.timeout_graceful_shutdown = max(1, round(seconds))
         self._server.should_exit = True
+
+    def stop(self, seconds: float = CLOSE_SECONDS, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """As `begin_stop`, and wait for the end. It comes at once when `is_urgent` is true."""
+        self.begin_stop(seconds)
         while self._thread.is_alive() and not is_urgent():
             self._thread.join(_POLL_SECONDS)
         self._server.force_exit = True
         self._thread.join(CLOSE_SECONDS)
 
+    async def serve(self) -> None:
+        """Serve on the calling event loop until `begin_stop`, instead of on a thread."""
+        await self._server.serve([self._listener])
+
     def _run(self) -> None:
         try:
-            asyncio.run(self._server.serve([self._listener]))
+            asyncio.run(self.serve())
         finally:
             self._server.settled.set()
 

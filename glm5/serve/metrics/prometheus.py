@@ -5,7 +5,8 @@
     served.add(1, "200")
     page.text()
 
-Not thread-safe: used on the event loop's thread only.
+Not thread-safe: used on the event loop's thread only. Where several processes answer requests, each has a page: its
+`totals` are sent to the process that is asked, which adds them (`merge`) to its own in `text`.
 """
 
 import math
@@ -13,6 +14,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_Numbers = dict[tuple[str, ...], list[float]]
+Totals = dict[str, _Numbers]
+"""By metric and label values, numbers that add up over processes: a counter's value, a histogram's counts and sum."""
+_NONE: _Numbers = {}
 
 
 class Metric:
@@ -23,13 +29,18 @@ class Metric:
     def __init__(self, name: str, about: str, labels: Sequence[str]):
         self.name, self.about, self.labels = name, about, tuple(labels)
         self._values: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
+        self._adds_up = self.kind == "counter"  # else the value is that of the whole server, whoever tells it
 
     def value(self, *labels: str) -> float:
         """The current value; 0 for label values that have not occurred."""
         return self._values.get(labels, 0.0)
 
-    def lines(self, common: Mapping[str, str]) -> Iterator[str]:
-        for values, value in self._values.items():
+    def totals(self) -> _Numbers:
+        return {labels: [value] for labels, value in self._values.items()} if self._adds_up else {}
+
+    def lines(self, common: Mapping[str, str], more: _Numbers = _NONE) -> Iterator[str]:
+        for values in dict.fromkeys((*self._values, *more)) if self._adds_up else self._values:
+            value = self.value(*values) + (more[values][0] if self._adds_up and values in more else 0.0)
             yield f"{self.name}{_labels(common, self.labels, values)} {_number(value)}"
 
 
@@ -41,7 +52,7 @@ class Counter(Metric):
 
     def set_total(self, total: float, *labels: str) -> None:
         """Set the total from a counter kept elsewhere, which may have restarted at 0."""
-        self._values[labels] = float(total)
+        self._values[labels], self._adds_up = float(total), False
 
 
 class Gauge(Metric):
@@ -72,13 +83,17 @@ class Histogram:
         self.count += 1
         self.sum += value
 
-    def lines(self, common: Mapping[str, str]) -> Iterator[str]:
+    def totals(self) -> _Numbers:
+        return {(): [*map(float, self._counts), self.sum]}
+
+    def lines(self, common: Mapping[str, str], more: _Numbers = _NONE) -> Iterator[str]:
         total = 0
-        for bound, count in zip((*self.bounds, math.inf), self._counts, strict=True):
-            total += count
+        *others, other_sum = more.get((), [0.0] * (len(self._counts) + 1))
+        for bound, count, other in zip((*self.bounds, math.inf), self._counts, others, strict=True):
+            total += count + int(other)
             yield f"{self.name}_bucket{_labels(common, ('le',), (_number(bound),))} {total}"
-        yield f"{self.name}_sum{_labels(common, (), ())} {_number(self.sum)}"
-        yield f"{self.name}_count{_labels(common, (), ())} {self.count}"
+        yield f"{self.name}_sum{_labels(common, (), ())} {_number(self.sum + other_sum)}"
+        yield f"{self.name}_count{_labels(common, (), ())} {total}"
 
 
 class Page:
@@ -103,13 +118,26 @@ class Page:
         self._metrics.append(histogram)
         return histogram
 
-    def text(self) -> str:
-        """The page in Prometheus' text format."""
+    def totals(self) -> Totals:
+        """This process's part of what adds up over processes."""
+        return {metric.name: totals for metric in self._metrics if (totals := metric.totals())}
+
+    def text(self, more: Totals | None = None) -> str:
+        """The page in Prometheus' text format. `more`: totals of other processes, which are added."""
         lines: list[str] = []
         for metric in self._metrics:
             lines += [f"# HELP {metric.name} {metric.about}", f"# TYPE {metric.name} {metric.kind}"]
-            lines += metric.lines(self._labels)
+            lines += metric.lines(self._labels, (more or {}).get(metric.name, {}))
         return "\n".join(lines) + "\n"
+
+
+def merge(into: Totals, more: Totals) -> None:
+    """Add totals to `into`."""
+    for name, values in more.items():
+        mine = into.setdefault(name, {})
+        for labels, numbers in values.items():
+            before = mine.get(labels, [0.0] * len(numbers))
+            mine[labels] = [a + b for a, b in zip(before, numbers, strict=True)]
 
 
 def _labels(common: Mapping[str, str], names: Sequence[str], values: Sequence[str]) -> str:

@@ -128,18 +128,18 @@ class ServerMetrics:
         self.engine_stats: Mapping[str, Any] | None = None
         self.throughput = Rate()
 
-    async def read_engine(self, engine: Engine) -> bool:
-        """Set the metrics that the engine counts itself. False if it does not answer in time: it answers after its
-        current step. Raises GlmError if it has ended."""
+    async def read_engine(self, engine: Engine) -> dict[str, Any] | None:
+        """Set the metrics that the engine counts itself, and return its counters. None if it does not answer in time,
+        since it answers after its current step. Raises GlmError if it has ended."""
         info = engine.info
         self.cache_config.set_only(1, str(info.page_size), str(info.num_pages), info.cache_dtype)
         try:
             async with asyncio.timeout(STATS_SECONDS):
                 stats = await engine.stats()
         except TimeoutError:
-            return False
+            return None
         self.set_engine_stats(stats)
-        return True
+        return stats
 
     def set_engine_stats(self, stats: Mapping[str, Any]) -> None:
         """Set the metrics of `glm5.engine.core.stats`."""

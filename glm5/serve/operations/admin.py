@@ -175,7 +175,8 @@ async def update_weights_from_disk(
     policy = "abort" if settings.abort_all_requests else "recompute" if settings.flush_cache else "keep"
     with _engine_errors_as_400():
         version = await service.engine.update_weights(settings.model_path, policy=policy, version=number)
-    service.name_weights(version, name)
+    service.weight_names.set(version, name)
+    await service.shared.name_weights_elsewhere(version, name)
     logger.info("loaded the weights of %s, version %d (%r)", settings.model_path, version, name)
     return _done("the weights are replaced", weight_version=version if name is None else name)
 

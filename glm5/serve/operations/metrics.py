@@ -12,12 +12,20 @@ router = APIRouter(tags=["health"])
 @router.get("/metrics", response_class=Response)
 async def metrics(service: Service = Depends(get_service)) -> Response:
     """Counters, gauges and histograms under vLLM's names, in Prometheus' text format."""
-    server_metrics = service.metrics
+    server_metrics, stats, has_engine = service.metrics, None, True
     try:
-        await server_metrics.read_engine(service.engine)  # if it does not answer, the last values are used
+        stats = await server_metrics.read_engine(service.engine)  # None if it does not answer in time
     except GlmError:
+        has_engine = False
+    totals, num_active = server_metrics.page.totals(), service.state.num_active
+    elsewhere = await service.shared.figures_elsewhere(totals, num_active, stats)
+    # Not older ones than another process has shown, so that counters do not go back.
+    if stats is None and elsewhere.stats is not None:
+        server_metrics.set_engine_stats(elsewhere.stats)
+    if not has_engine:
         for gauge in (server_metrics.running, server_metrics.waiting, server_metrics.kv_usage):
             gauge.set(0)
     server_metrics.up.set(service.state.not_serving is None and service.engine.stopped_because is None)
-    server_metrics.in_flight.set(service.state.num_active)
-    return Response(server_metrics.page.text(), media_type=CONTENT_TYPE)
+    server_metrics.restarts.set_total(service.state.num_restarts)
+    server_metrics.in_flight.set(num_active + elsewhere.num_active)
+    return Response(server_metrics.page.text(elsewhere.totals), media_type=CONTENT_TYPE)

@@ -44,6 +44,17 @@ class Killable(Engine, Protocol):
     def kill(self) -> None: ...
 
 
+class Front(Protocol):
+    """What answers HTTP: a `Server` on a thread of this process, or several processes."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def is_running(self) -> bool: ...
+    def start(self) -> None: ...
+    def stop(self, seconds: float = ..., is_urgent: Callable[[], bool] = ...) -> None: ...
+
+
 @dataclass(frozen=True)
 class ServerSetup:
     """The callbacks and options of one server.
@@ -51,7 +62,8 @@ class ServerSetup:
     `import_modules` imports what `start` needs. It is separate because some modules catch every exception at import,
     also that of a signal. `start` loads an engine and warms it up, or raises GlmError. `make_app` gets the first
     engine, `replace` every later one. `report` prints a status line. `pause`: seconds by which the wait before a
-    restart grows with each engine that fails early.
+    restart grows with each engine that fails early. `front`: the processes that serve, which `replace` gives every
+    engine, the first too; None: this process serves the application of `make_app`.
     """
 
     import_modules: Callable[[], None]
@@ -65,14 +77,15 @@ class ServerSetup:
     shutdown_timeout: float = 300.0
     dead_engine_timeout: float = 10.0
     pause: float = 5.0
+    front: Front | None = None
 
 
 def run(setup: ServerSetup, listener: socket.socket) -> None:
     """Serve until a signal arrives. Raises EngineDead when the engine has died and is not restarted, whatever the first
     `start` raises, and KeyboardInterrupt for Ctrl-C before the first engine runs."""
-    setup.state.not_serving = "it is being loaded"
+    setup.state.change(not_serving="it is being loaded")
     app = AppWhenReady(setup.state)
-    server = Server(app, listener, setup.client_timeout)
+    server = setup.front or Server(app, listener, setup.client_timeout)
     with _Signals() as signals:
         supervisor = _EngineSupervisor(setup, server, signals)
         server.start()
@@ -80,8 +93,12 @@ def run(setup: ServerSetup, listener: socket.socket) -> None:
             where = " on all addresses" if is_everywhere(listener) else ""
             setup.report(f"starting{where}; {server.url}/health returns 503 until the model is loaded")
             setup.import_modules()
-            app.app = setup.make_app(supervisor.start())
-            setup.state.not_serving = None
+            engine = supervisor.start()
+            if setup.front is None:
+                app.app = setup.make_app(engine)
+            else:
+                setup.replace(engine)
+            setup.state.change(not_serving=None)
             setup.report(f"listening on {server.url}")
             while (reason := supervisor.watch()) is not None and supervisor.restart(reason):
                 pass
@@ -136,7 +153,7 @@ class _Signals:
 class _EngineSupervisor:
     """Starts the engine, detects its death and restarts it."""
 
-    def __init__(self, setup: ServerSetup, server: Server, signals: _Signals):
+    def __init__(self, setup: ServerSetup, server: Front, signals: _Signals):
         self.setup, self.server, self.signals = setup, server, signals
         self.engine: Killable | None = None
         self._since = 0.0
@@ -159,13 +176,13 @@ class _EngineSupervisor:
             if is_signalled:
                 return None
             if not self.server.is_running:
-                raise RuntimeError("the server's thread has ended; see its log for the reason")
+                raise RuntimeError("the server has ended; see its log for the reason")
 
     def restart(self, reason: str) -> bool:
         """Restart a dead engine under `supervise`. False when a signal has arrived. Raises EngineDead."""
         setup, state = self.setup, self.setup.state
         logger.error("the engine has died: %s", reason)
-        state.not_serving = reason
+        state.change(not_serving=reason)
         assert self.engine is not None
         self.engine.close()
         if not setup.supervise:
@@ -175,7 +192,8 @@ class _EngineSupervisor:
             self._num_failed = 0
         while self._num_failed < MAX_STARTS:
             self._num_failed += 1
-            state.not_serving = f"{reason}; the engine is being restarted (start {self._num_failed} of {MAX_STARTS})"
+            again = f"the engine is being restarted (start {self._num_failed} of {MAX_STARTS})"
+            state.change(not_serving=f"{reason}; {again}")
             setup.report(f"the engine has died ({reason}) and is restarted")
             if self.signals.wait(min(MAX_PAUSE, (self._num_failed - 1) * setup.pause)):
                 return False
@@ -185,20 +203,21 @@ class _EngineSupervisor:
                 logger.error("restart %d of %d has failed: %s", self._num_failed, MAX_STARTS, error)
                 reason = f"{reason.partition(_FAILED)[0]}{_FAILED}{error}"
                 continue
-            state.not_serving = None
+            state.change(not_serving=None, num_restarts=state.num_restarts + 1)
             setup.report("the engine answers again")
             return True
         raise EngineDead(f"{reason}; it was restarted {MAX_STARTS} times and failed early each time")
 
 
-def _end(setup: ServerSetup, server: Server, engine: Killable | None, signals: _Signals) -> None:
+def _end(setup: ServerSetup, server: Front, engine: Killable | None, signals: _Signals) -> None:
     """Shut down: drain if SIGTERM requested it, close the engine, then stop the server."""
     state, left = setup.state, CLOSE_SECONDS
-    state.is_draining = True
+    state.change(is_draining=True)
     if engine is not None:
         if signals.level == DRAIN:
             left = _drain(setup, engine, signals)
-        state.is_closing = engine.stopped_because is None  # requests that end from now on were ended by this shutdown
+        # Requests that end from now on were ended by this shutdown.
+        state.change(is_closing=engine.stopped_because is None)
         _close(engine, signals)
     server.stop(left, lambda: signals.level == KILL)
 

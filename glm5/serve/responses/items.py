@@ -25,9 +25,11 @@ _REFERENCE = "item_reference"
 _KINDS = (*_ID_PREFIXES, _REFERENCE)
 
 
-def has_references(given: Any) -> bool:
-    """Whether the input refers to items of stored responses."""
-    return isinstance(given, list) and any(isinstance(item, Mapping) and _kind(item) == _REFERENCE for item in given)
+def references_of(given: Any) -> set[str]:
+    """The ids of the items of stored responses that the input refers to."""
+    items = given if isinstance(given, list) else ()
+    found = [item.get("id") for item in items if isinstance(item, Mapping) and _kind(item) == _REFERENCE]
+    return {name for name in found if isinstance(name, str)}
 
 
 def items_of(given: Any, known: Mapping[str, Item]) -> list[Item]:

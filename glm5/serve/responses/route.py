@@ -22,7 +22,7 @@ from glm5.serve.http.errors import ApiError, named
 from glm5.serve.http.sse import EventStream, event
 from glm5.serve.responses.answer import ResponseAnswer, WireEvent
 from glm5.serve.responses.body import ResponsesBody
-from glm5.serve.responses.items import has_references, items_of, messages_of
+from glm5.serve.responses.items import items_of, messages_of, references_of
 from glm5.serve.service.response_store import Item, Stored
 from glm5.serve.service.service import Service, get_service
 
@@ -36,10 +36,11 @@ async def responses(
     body: ResponsesBody = Depends(body_of(ResponsesBody)), service: Service = Depends(get_service)
 ) -> Response:
     """Answer a conversation, as a stream of events or in one response."""
-    previous = _previous(body, service)
-    known = service.responses.items(caller().name) if has_references(body.input) else {}
+    previous = await _previous(body, service)
+    references = references_of(body.input)
+    known = await service.shared.items(caller().name, references) if references else {}
     job, input_ = await asyncio.to_thread(_prepare, body, service, previous, known)
-    check(job, service)
+    await check(job, service)
     assert job.reader is not None
     answer = ResponseAnswer(job.id, body.model or service.model_names[0], body, job.params, job.reader)
     turn = _Turn(job, answer, input_, service)
@@ -58,13 +59,13 @@ async def stored_response(
     """A stored response of this API key."""
     if stream:
         raise ApiError(400, "stream is true; allowed: false, as stored responses are not streamed", param="stream")
-    return _stored(response_id, service).response
+    return (await _stored(response_id, service)).response
 
 
 @router.delete("/v1/responses/{response_id}", responses=documented(404))
 async def delete_response(response_id: str, service: Service = Depends(get_service)) -> dict[str, Any]:
     """Delete a stored response of this API key. Responses that continue it keep their conversation."""
-    if not service.responses.drop(caller().name, response_id):
+    if not await service.shared.drop(caller().name, response_id):
         raise _no_such_response(response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -72,10 +73,11 @@ async def delete_response(response_id: str, service: Service = Depends(get_servi
 @router.post("/v1/responses/{response_id}/cancel", responses=documented(400, 404))
 async def cancel_response(response_id: str, service: Service = Depends(get_service)) -> dict[str, Any]:
     """Cancel a running response of this API key. It keeps the output generated so far."""
-    ids = service.running.find(caller().name, response_id)
-    if sum(service.engine.abort(engine_id) for engine_id in ids):
-        return _stored(response_id, service).response | {"status": "cancelled"}
-    status = _stored(response_id, service).response["status"]
+    num_ended = await service.abort(caller().name, response_id)
+    response = (await _stored(response_id, service)).response
+    if num_ended:
+        return response | {"status": "cancelled"}
+    status = response["status"]
     raise ApiError(400, f"the response is {status}; allowed: one that is in progress", param="response_id")
 
 
@@ -84,9 +86,8 @@ async def input_items(
     response_id: str, limit: int = 20, order: str = "desc", after: str = "", service: Service = Depends(get_service)
 ) -> dict[str, Any]:
     """The input items of a stored response of this API key, the earlier conversation included."""
-    stored = _stored(response_id, service)
-    before = [] if stored.previous is None else stored.previous.items
-    items = [*before, *stored.input]
+    stored = await _stored(response_id, service)
+    items = [*stored.earlier, *stored.input]
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order is {order!r:.60}; allowed: asc, desc", param="order")
     if not 1 <= limit <= 100:
@@ -103,10 +104,10 @@ async def input_items(
 
 @dataclass(frozen=True)
 class _Input:
-    """The input of a response. `size`: its bytes as JSON, the earlier conversation included."""
+    """The input of a response, and the items before it. `size`: bytes of both as JSON."""
 
     items: list[Item]
-    previous: Stored | None
+    earlier: list[Item]
     size: int
 
 
@@ -118,28 +119,29 @@ class _Turn:
         self._service, self._tenant = service, caller().name
 
     async def events(self) -> AsyncGenerator[WireEvent, None]:
-        usage, kept = Usage(len(self._job.prompt_ids)), self._service.responses
+        usage, shared = Usage(len(self._job.prompt_ids)), self._service.shared
         if self._answer.body.store:
-            self._keep()
+            await shared.keep(self._tenant, self._stored())
         try:
             async with aclosing(steps(self._job, self._service, usage)) as found:  # a lost connection aborts
                 async for step in found:
-                    for each in self._answer.events(step, usage):
+                    events = [*self._answer.events(step, usage)]
+                    if self._answer.body.store and self._answer.response["status"] != "in_progress":
+                        # Before the client knows, which may ask for it at once.
+                        await shared.replace(self._tenant, self._stored())
+                    for each in events:
                         yield each
         finally:
             if self._answer.response["status"] == "in_progress":  # the client has disconnected, or the request failed
-                kept.drop(self._tenant, self._job.id)
-            elif kept.find(self._tenant, self._job.id) is not None:  # else it was deleted meanwhile
-                self._keep()
+                shared.discard(self._tenant, self._job.id)
 
     def failed(self, error: ApiError) -> str:
         """The last events of a stream that fails after its status line was sent."""
         return "".join([event(each, each["type"]) for each in self._answer.failure(error)])
 
-    def _keep(self) -> None:
+    def _stored(self) -> Stored:
         response, input_ = self._answer.response, self._input
-        size = input_.size + len(json.dumps(response))
-        self._service.responses.keep(self._tenant, Stored(response, input_.items, input_.previous, size))
+        return Stored(response, input_.items, input_.earlier, input_.size + len(json.dumps(response)))
 
 
 async def _written(events: AsyncGenerator[WireEvent, None]) -> AsyncGenerator[str, None]:
@@ -153,9 +155,9 @@ def _prepare(
 ) -> tuple[Job, _Input]:
     body.check()
     wanted, wanted_by = body.wanted()
-    items = items_of(body.input, known)
+    items, earlier = items_of(body.input, known), [] if previous is None else previous.items
     conversation = Conversation(
-        messages=messages_of([] if previous is None else previous.items, items, body.instructions),
+        messages=messages_of(earlier, items, body.instructions),
         tools=body.functions(),
         choice=body.choice(),
         template=_template_kwargs(body, service),
@@ -175,7 +177,7 @@ def _prepare(
     options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
     job = Job(f"resp_{uuid.uuid4().hex}", prompt.ids, params, options, prompt.reader, names)
     size = len(json.dumps(items)) + (0 if previous is None else previous.size)
-    return job, _Input(items, previous, size)
+    return job, _Input(items, earlier, size)
 
 
 def _template_kwargs(body: ResponsesBody, service: Service) -> dict[str, Any]:
@@ -187,10 +189,10 @@ def _template_kwargs(body: ResponsesBody, service: Service) -> dict[str, Any]:
         return template_kwargs(service.template, given, None, effort)
 
 
-def _previous(body: ResponsesBody, service: Service) -> Stored | None:
+async def _previous(body: ResponsesBody, service: Service) -> Stored | None:
     if body.previous_response_id is None:
         return None
-    found = service.responses.find(caller().name, body.previous_response_id)
+    found = await service.shared.find(caller().name, body.previous_response_id)
     if found is None:
         got = f"previous_response_id is {body.previous_response_id!r:.80}, which is not stored (any more)"
         code = "previous_response_not_found"
@@ -200,8 +202,8 @@ def _previous(body: ResponsesBody, service: Service) -> Stored | None:
     return found
 
 
-def _stored(response_id: str, service: Service) -> Stored:
-    found = service.responses.find(caller().name, response_id)
+async def _stored(response_id: str, service: Service) -> Stored:
+    found = await service.shared.find(caller().name, response_id)
     if found is None:
         raise _no_such_response(response_id)
     return found

@@ -1,6 +1,5 @@
 """The objects that routes share, in one `Service` per application."""
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -17,11 +16,10 @@ from glm5.engine.frontend.outputs import Delta
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.wire import EngineInfo, Policy
 from glm5.serve.metrics.server_metrics import ServerMetrics
-from glm5.serve.service.response_store import ResponseStore
 from glm5.serve.service.running import RunningRequests
+from glm5.serve.service.shared import OneProcess, Shared
 from glm5.serve.service.state import ServerState
-
-MAX_WEIGHT_NAMES = 1000  # the oldest are dropped: no request runs through so many updates
+from glm5.serve.service.weight_names import WeightNames
 
 
 class Engine(Protocol):
@@ -56,6 +54,13 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class ServedEngine(Engine, Protocol):
+    """An `Engine` with the limits of the server (`glm5.serve.generation.metered`)."""
+
+    async def reserve(self, num_answers: int) -> None: ...
+    def replace(self, engine: Engine) -> None: ...
+
+
 @dataclass(frozen=True)
 class Service:
     """`model_names`: the served names of the model; responses without a requested name have the first. `profile_dir`:
@@ -63,35 +68,31 @@ class Service:
     distribution where the API does not say which. `tokens_as_ids`: whether they name tokens by their ids unless the
     request says otherwise. `routed_experts`: whether the engine records them."""
 
-    engine: Engine
+    engine: ServedEngine
     template: ChatTemplate
     tokenizer: Tokenizer
     model_names: tuple[str, ...]
     root: str
     state: ServerState
     metrics: ServerMetrics
-    profile_dir: str | None = None
-    processed_logprobs: bool = False
-    tokens_as_ids: bool = False
-    routed_experts: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
+    profile_dir: str | None
+    created: int
+    processed_logprobs: bool
+    tokens_as_ids: bool
+    routed_experts: bool
     # Names of unknown request fields that were logged already.
     logged_fields: set[str] = field(default_factory=set)
     running: RunningRequests = field(default_factory=RunningRequests)
-    responses: ResponseStore = field(default_factory=ResponseStore)
-    _weight_names: dict[int, str] = field(default_factory=dict)
+    shared: Shared = field(default_factory=OneProcess)
+    weight_names: WeightNames = field(default_factory=WeightNames)
 
-    def weight_name(self, version: int) -> str:
-        """The name of a weight version: the one given when it was loaded, else its number."""
-        return self._weight_names.get(version, str(version))
+    async def abort(self, tenant: str, name: str | None = None) -> int:
+        """Abort a tenant's requests of this name, or all of them, in every process of the server. Returns how many."""
+        return self.abort_here(tenant, name) + await self.shared.abort_elsewhere(tenant, name)
 
-    def name_weights(self, version: int, name: str | None) -> None:
-        """Set the name of a version that was just loaded; None: its number is its name."""
-        self._weight_names.pop(version, None)  # may be left from an engine that has died
-        if name is not None:
-            self._weight_names[version] = name
-        while len(self._weight_names) > MAX_WEIGHT_NAMES:
-            del self._weight_names[next(iter(self._weight_names))]
+    def abort_here(self, tenant: str, name: str | None) -> int:
+        """Those of this process."""
+        return sum(self.engine.abort(engine_id) for engine_id in self.running.find(tenant, name))
 
 
 def get_service(request: Request) -> Service:

@@ -123,7 +123,7 @@ class PartialAnswer:
 
     def _take_version(self, step: Step) -> None:
         """Record the weight version of the new tokens, as ranges of tokens."""
-        version, end = self._service.weight_name(step.version), self._num_tokens + len(step.token_ids)
+        version, end = self._service.weight_names.of(step.version), self._num_tokens + len(step.token_ids)
         if self._versions and self._versions[-1]["version"] == version:
             self._versions[-1]["end"] = end
         elif step.token_ids:

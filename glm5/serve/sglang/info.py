@@ -102,7 +102,7 @@ def _kv_events(info: EngineInfo) -> Info | None:
 
 
 def _version(stats: Info | None, service: Service) -> str | None:
-    return None if stats is None else service.weight_name(stats["weight_version"])
+    return None if stats is None else service.weight_names.of(stats["weight_version"])
 
 
 def _state(stats: Info | None) -> Info:

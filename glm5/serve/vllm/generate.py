@@ -28,7 +28,7 @@ async def generate(body: GenerateBody = Depends(_read), service: Service = Depen
     """Continue token ids: token ids and their log-probabilities out, as a stream of chunks or in one response."""
     # Checking a million token ids takes a while.
     job, sampling = await asyncio.to_thread(_prepare, body, service)
-    check(job, service)
+    await check(job, service)
     answer, usage = GenerateAnswer(body, job, service, sampling.experts_from), Usage(len(job.prompt_ids))
     if body.stream:
         return await EventStream.begun(_events(job, service, answer, usage), failed=failed)

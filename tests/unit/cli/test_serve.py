@@ -75,6 +75,7 @@ def test_ctrl_c_ends_running_answers(checkpoint):
         (["--speculative-config", "9" * 5000], 2, "--speculative-config: got '999"),
         (["--host", "256.1.1.1"], 1, "cannot listen on 256.1.1.1 port 0: "),
         (["--host", "a..b"], 1, "cannot listen on a..b port 0: this is neither an address nor a name"),
+        (["--api-server-count", "0"], 2, "--api-server-count: got '0'; allowed: at least 1"),
         (["--port", "70000"], 2, "--port: got '70000'; allowed: at most 65535"),
         (["--client-timeout", "inf"], 2, "--client-timeout: got 'inf'; allowed: below 2147483.648"),
         (["--allowed-hosts", "http://a:1"], 2, "--allowed-hosts: got ['http://a:1']; allowed: names without scheme"),
