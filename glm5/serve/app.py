@@ -61,7 +61,7 @@ def create_app(
     app = FastAPI(title="glm5", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False, **traced)
     names = config.served_model_name or (config.model,)
     metrics, state, limits = ServerMetrics(names[0]), state or ServerState(), _limits(config)
-    bounds = Bounds(config.max_prompt_tokens, config.max_output_tokens, config.request_timeout)
+    bounds = Bounds(config.max_prompt_tokens, config.max_output_tokens, config.request_timeout, config.stream_interval)
     log_tokenizer = tokenizer if config.enable_log_requests else None
     metered = MeteredEngine(engine, metrics, limits, bounds, log_tokenizer, tracing)
     service = Service(metered, template, tokenizer, names, config.model, state, metrics, config.profile_dir)

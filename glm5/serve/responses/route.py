@@ -12,14 +12,14 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
-from glm5.serve.generation.job import Job, Usage, check, steps
+from glm5.serve.generation.job import Job, Step, Usage, check, steps
 from glm5.serve.generation.prompting import Conversation, build_prompt
 from glm5.serve.generation.sampling_fields import fit
 from glm5.serve.generation.thinking import template_kwargs
 from glm5.serve.http.body import body_of, described, documented
 from glm5.serve.http.call import caller
 from glm5.serve.http.errors import ApiError, named
-from glm5.serve.http.sse import EventStream, event
+from glm5.serve.http.sse import EventStream, Tap, event
 from glm5.serve.responses.answer import ResponseAnswer, WireEvent
 from glm5.serve.responses.body import ResponsesBody
 from glm5.serve.responses.items import has_references, items_of, messages_of
@@ -44,10 +44,11 @@ async def responses(
     answer = ResponseAnswer(job.id, body.model or service.model_names[0], body, job.params, job.reader)
     turn = _Turn(job, answer, input_, service)
     if body.stream:
-        return await EventStream.begun(_written(turn.events()), failed=turn.failed)
-    async with aclosing(turn.events()) as found:
-        async for _ in found:
-            pass
+        tap = Tap(turn.written)
+        return await EventStream.begun(_events(turn, tap), failed=turn.failed, tap=tap)
+    async with aclosing(turn.steps()) as found:
+        async for step in found:
+            turn.read(step)
     return Response(json.dumps(answer.response), media_type="application/json")
 
 
@@ -116,21 +117,29 @@ class _Turn:
     def __init__(self, job: Job, answer: ResponseAnswer, input_: "_Input", service: Service) -> None:
         self._job, self._answer, self._input = job, answer, input_
         self._service, self._tenant = service, caller().name
+        self._usage = Usage(len(job.prompt_ids))
 
-    async def events(self) -> AsyncGenerator[WireEvent, None]:
-        usage, kept = Usage(len(self._job.prompt_ids)), self._service.responses
+    async def steps(self, tap: Tap[Step] | None = None) -> AsyncGenerator[Step, None]:
+        kept = self._service.responses
         if self._answer.body.store:
             self._keep()
         try:
-            async with aclosing(steps(self._job, self._service, usage)) as found:  # a lost connection aborts
+            async with aclosing(steps(self._job, self._service, self._usage, tap)) as found:  # a lost connection aborts
                 async for step in found:
-                    for each in self._answer.events(step, usage):
-                        yield each
+                    yield step
         finally:
             if self._answer.response["status"] == "in_progress":  # the client has disconnected, or the request failed
                 kept.drop(self._tenant, self._job.id)
             elif kept.find(self._tenant, self._job.id) is not None:  # else it was deleted meanwhile
                 self._keep()
+
+    def written(self, step: Step) -> str:
+        """The events of a step."""
+        return "".join([event(each, each["type"]) for each in self.read(step)])
+
+    def read(self, step: Step) -> list[WireEvent]:
+        """Add a step to the response."""
+        return list(self._answer.events(step, self._usage))
 
     def failed(self, error: ApiError) -> str:
         """The last events of a stream that fails after its status line was sent."""
@@ -142,10 +151,11 @@ class _Turn:
         self._service.responses.keep(self._tenant, Stored(response, input_.items, input_.previous, size))
 
 
-async def _written(events: AsyncGenerator[WireEvent, None]) -> AsyncGenerator[str, None]:
-    async with aclosing(events) as found:
-        async for each in found:
-            yield event(each, each["type"])
+async def _events(turn: _Turn, tap: Tap[Step]) -> AsyncGenerator[str, None]:
+    async with aclosing(turn.steps(tap)) as found:
+        async for step in found:
+            if text := turn.written(step):
+                yield text
 
 
 def _prepare(
@@ -173,7 +183,7 @@ def _prepare(
             skip_special_tokens=bool(body.skip_special_tokens),
         )
     options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
-    job = Job(f"resp_{uuid.uuid4().hex}", prompt.ids, params, options, prompt.reader, names)
+    job = Job(f"resp_{uuid.uuid4().hex}", prompt.ids, params, options, prompt.reader, names, streams=body.stream)
     size = len(json.dumps(items)) + (0 if previous is None else previous.size)
     return job, _Input(items, previous, size)
 
