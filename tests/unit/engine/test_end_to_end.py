@@ -137,7 +137,11 @@ class TestAborts:
         asked = []
         for i, prompt in enumerate(self.PROMPTS):
             params = SAMPLED.but(n=2, max_tokens=None) if i == 2 else GREEDY
-            asked.append(inline.client.submit(prompt, params, Options(), lambda _, delta, i=i: gained[i].append(delta)))
+
+            def note(_, stream, i=i):
+                gained[i] += stream.take()
+
+            asked.append(inline.client.submit(prompt, params, Options(), note))
         for _ in range(num_turns):
             inline.client.pump(0.1)
         for i in (0, 2, 3):
