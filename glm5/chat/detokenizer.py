@@ -5,8 +5,8 @@ of an unfinished character are held back, so text that was returned never change
 only on its own length. All pieces and `finish()` together equal `Tokenizer.decode`.
 """
 
-import codecs
-from collections.abc import Callable
+from codecs import utf_8_decode
+from collections.abc import Callable, Sequence
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -21,16 +21,39 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class TextStream:
-    """The text of one answer. `token_bytes` returns the bytes of a token id (empty for ids without text)."""
+    """The text of one answer. `token_bytes` returns the bytes of a token id (empty for ids without text).
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    `texts` caches the texts of tokens that neither complete nor begin a part of a character; streams with the same
+    `token_bytes` may share it.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], texts: dict[int, str] | None = None) -> None:
         self._token_bytes = token_bytes
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._texts = {} if texts is None else texts
+        self._held = b""  # of an unfinished character
 
     def feed(self, token_id: int) -> str:
         """Text that is certain after one more token: "" while a character is unfinished."""
-        return self._decoder.decode(self._token_bytes(token_id))
+        held = self._held
+        if not held and (text := self._texts.get(token_id)) is not None:
+            return text
+        more = held + self._token_bytes(token_id)
+        text, used = utf_8_decode(more, "replace")
+        self._held = more[used:]
+        if text and not held and not self._held:  # ids without text are not cached: there may be any number
+            self._texts[token_id] = text
+        return text
+
+    def feed_all(self, token_ids: Sequence[int]) -> str:
+        """The texts of several tokens, joined."""
+        if not self._held:
+            try:
+                return "".join(map(self._texts.__getitem__, token_ids))
+            except KeyError:
+                pass
+        return "".join(map(self.feed, token_ids))
 
     def finish(self) -> str:
         """What is left at the end: U+FFFD for a character that was cut off, else ""."""
-        return self._decoder.decode(b"", final=True)
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")

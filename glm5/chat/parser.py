@@ -105,6 +105,8 @@ class OutputParser:
         self._spelling = {
             at: re.compile("|".join(map(re.escape, tags))) if tags else None for at, tags in self._spelled.items()
         }
+        self._spells_in_content = bool(self._spelled[_At.CONTENT])
+        self._spells_in_reasoning = bool(self._spelled[_At.REASONING])
         self._at = _At.START if reasoning else _At.CONTENT
         self._tail = ""  # end of the text that may be the beginning of a spelled tag
         self._blank: list[str] | None = []  # white space before the first content; None after that
@@ -148,6 +150,11 @@ class OutputParser:
         """
         tag = None if token_id is None else self._tag_of_id.get(token_id)
         if tag is None:
+            if text and not self._tail:  # short for most tokens: nothing changes, and no tag may be spelled
+                if self._at is _At.CONTENT and self._blank is None and not self._spells_in_content:
+                    return [ContentDelta(text)]
+                if self._at is _At.REASONING and not self._spells_in_reasoning:
+                    return [ReasoningDelta(text)]
             self._read(text)
         else:
             self._read(text.removesuffix(tag))

@@ -50,6 +50,7 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids) if eos_ids is not None else self._default_eos_ids()
         self._alphabet = byte_alphabet()
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[bool, dict[int, str]] = {True: {}, False: {}}  # by `skip_special`, for `TextStream`
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str]) -> Self:
@@ -132,11 +133,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text of `ids`. `skip_special` leaves out the control tokens (roles, end of text), not the markup."""
         stream = self.stream(skip_special=skip_special)
-        return "".join([*map(stream.feed, ids), stream.finish()])
+        return stream.feed_all(ids) + stream.finish()
 
     def stream(self, *, skip_special: bool = False) -> TextStream:
         """An incremental `decode`: feed it ids one by one."""
-        return TextStream(self.bytes_unless_special if skip_special else self.bytes_of)
+        return TextStream(self.bytes_unless_special if skip_special else self.bytes_of, self._texts[skip_special])
+
+    @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of the tokens with a name, such as roles and tags."""
+        return self._added_ids
 
     def is_markup(self, token_id: int) -> bool:
         """Whether it is a token with a name that carries text, such as a tag: not a control token."""

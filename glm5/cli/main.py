@@ -41,6 +41,7 @@ COMMANDS = {
     "bench throughput": "tokens a second of requests that come at once",
     "bench latency": "times of requests that come one by one",
     "bench serve": "load on a running server: throughput and latency",
+    "bench frontend": "the server without a model: chunks a second and core",
     "bench kernels": "kernels on this GPU: microseconds, floor, share",
     "bench quantize": "methods of quantization side by side",
     "bench transition": "dense attention to selected keys in miniature, beside windows",

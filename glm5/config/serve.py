@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from glm5.config.command import ModelSource, NoEffect
+from glm5.config.command import Count, ModelSource, NoEffect
 from glm5.config.engine import MaxInterTokenMs
 from glm5.config.operations import Operations
 from glm5.config.speculative import EngineFlags
@@ -37,6 +37,8 @@ class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     max_inter_token_ms: MaxInterTokenMs = "auto"
     """While requests decode, compute so few tokens of prompts in a step that these get their next token within about so
     many milliseconds: on a CPU by what steps took before, on a GPU by estimate. auto: 80 on a CPU, none on a GPU."""
+    stream_interval: Count = 1
+    """Fewest tokens of a chunk of a stream, but for the first chunk, which is sent at once, and the last."""
     tool_call_parser: Annotated[Literal["glm45", "glm47"], NoEffect("one parser reads both formats")] = "glm47"
     """Parses tool calls; both names select the same parser, which reads both formats."""
     enable_auto_tool_choice: Annotated[bool, NoEffect("a request that has tools always lets the model choose")] = False

@@ -12,17 +12,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import copy_context
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
+from weakref import WeakKeyDictionary
 
 from glm5.common.errors import EngineDead, GlmError, RequestError, reason_of
 from glm5.config.model import ModelConfig
 from glm5.engine.defaults import GenerationDefaults
 from glm5.engine.frontend.calls import Called, Calls
 from glm5.engine.frontend.client import Request
+from glm5.engine.frontend.output_stream import OutputStream
 from glm5.engine.frontend.outputs import Delta
 from glm5.engine.frontend.request_builder import options_of
 from glm5.engine.joined import JoinedLLM
@@ -38,32 +42,100 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0
+_AT_ONCE = 32  # coroutines woken in one turn of their event loop
 
-Item = Delta | GlmError
+Item = OutputStream | GlmError
 
 
-class _Stream:
-    """A request's queue of deltas, from the pump to the coroutine that waits for them."""
+class Deltas:
+    """A request's deltas, from the pump to the coroutine that waits for them.
+
+    `divert`: a function that is given each delta that arrives while the coroutine waits, in the turn of the event loop
+    in which it arrives. What it accepts by returning True the coroutine does not see.
+    """
 
     def __init__(self, num_answers: int) -> None:
         self.event_loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[Item] = asyncio.Queue()
-        self._left = set(range(num_answers))
+        self._items: deque[Item] = deque()
+        self._deltas: deque[Delta] = deque()  # taken
+        self._waiter: asyncio.Future[None] | None = None
+        self._num_left = num_answers
+        self._error: Exception | None = None
+        self._context = copy_context()  # of the request's task, for `divert`
+        self.divert: Callable[[Delta], bool] | None = None
+
+    def put(self, item: Item) -> None:
+        """On the event loop's thread."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            self._items.append(item)
+            return
+        if self.divert is None or isinstance(item, GlmError):
+            self._items.append(item)
+        else:
+            deltas = item.take()
+            try:
+                while deltas and self._context.run(self.divert, deltas[0]):
+                    del deltas[0]
+            except Exception as error:  # noqa: BLE001 - raised again in the coroutine
+                self._error = error
+            self._deltas += deltas
+            if not deltas:
+                return
+        self._waiter = None
+        waiter.set_result(None)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Delta:
-        while self._left:
-            item = await self.items.get()
+        while self._num_left and not self._deltas:
+            if not self._items:
+                waiter = self._waiter = self.event_loop.create_future()
+                await waiter
+                if self._error is not None:
+                    raise self._error
+                continue
+            item = self._items.popleft()
             if isinstance(item, GlmError):
-                self._left.clear()
+                self._num_left = 0
                 raise item
-            if item.index in self._left:  # otherwise it was aborted before its last delta arrived
-                if item.finish_reason is not None:
-                    self._left.discard(item.index)
-                return item
-        raise StopAsyncIteration
+            self._deltas.extend(item.take())
+        if not self._deltas:
+            raise StopAsyncIteration
+        delta = self._deltas.popleft()
+        self._num_left -= delta.finish_reason is not None
+        return delta
+
+
+class _Dispatch:
+    """Wakes the coroutines of one event loop: those that get their first tokens before all others.
+
+    The others are woken a few at a time, so that what has come meanwhile, first tokens and new requests, need not wait
+    for all of them. What else arrives for them until their turn is theirs then, in one delta.
+    """
+
+    def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
+        self._event_loop = event_loop
+        self._later: deque[tuple[Deltas, Item]] = deque()
+        self._is_scheduled = False
+
+    def add(self, arrived: Sequence[tuple[Deltas, Request, Item]]) -> None:
+        for stream, _, item in arrived:
+            if isinstance(item, OutputStream) and item.has_begun:
+                self._later.append((stream, item))
+            else:
+                stream.put(item)
+        if not self._is_scheduled:
+            self._wake_some()
+
+    def _wake_some(self) -> None:
+        for _ in range(min(_AT_ONCE, len(self._later))):
+            stream, item = self._later.popleft()
+            stream.put(item)
+        self._is_scheduled = bool(self._later)
+        if self._is_scheduled:
+            self._event_loop.call_soon(self._wake_some)
 
 
 class Generation:
@@ -99,9 +171,10 @@ class AsyncEngine:
         self._client = self.llm.hand_over()
         self._calls = Calls(self._client)
         # What one call of the pump received; each event loop is woken once for all of it.
-        self._arrived: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Request, Item]]] = {}
+        self._arrived: deque[tuple[Deltas, Request, Item]] = deque()
+        self._dispatches: WeakKeyDictionary[asyncio.AbstractEventLoop, _Dispatch] = WeakKeyDictionary()
         self._lock = threading.Lock()
-        self._streams: dict[Request, _Stream] = {}
+        self._streams: dict[Request, Deltas] = {}
         self._is_started, self._is_closing = False, False
         self._thread = threading.Thread(target=self._run, name="glm5-engine", daemon=True)
 
@@ -189,31 +262,42 @@ class AsyncEngine:
         params: SamplingParams,
         *,
         request_id: str | None = None,
+        stream_interval: int = 1,
         **options: Any,
     ) -> Generation:
         """Deltas of the answers to one prompt; the last of each `index` has a finish_reason. Leaving the block early
-        aborts the request. `options`: fields of `Options`, such as priority.
+        aborts the request. `options`: fields of `Options`, such as priority. `stream_interval`: tokens that a delta has
+        at least, except for an answer's first and last.
 
         Entering raises RequestError for a request that cannot be served and EngineDead when the engine is not running.
         """
-        return Generation(self._generate(prompt_ids, params, request_id, options))
+        return Generation(self._generate(prompt_ids, params, request_id, stream_interval, options))
 
     @asynccontextmanager
     async def _generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str | None, options: Mapping[str, Any]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None,
+        interval: int,
+        options: Mapping[str, Any],
     ) -> AsyncIterator[AsyncIterator[Delta]]:
         self._check_running()
         checked = options_of(options)
         if not isinstance(request_id, (str, type(None))):
             raise RequestError(f"request_id is {request_id!r:.60}; allowed: a text", param="request_id")
+        if type(interval) is not int or interval < 1:
+            raise RequestError(f"stream_interval is {interval!r:.60}; allowed: 1 or more", param="stream_interval")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is {params!r:.60}; allowed: a SamplingParams", param="sampling_params")
-        stream = _Stream(params.n)
+        stream = Deltas(params.n)
+
+        arrived = self._arrived
 
         def deliver(request: Request, item: Item) -> None:
-            self._deliver(stream, request, item)
+            arrived.append((stream, request, item))
 
-        request = self._client.submit(prompt_ids, params, checked, deliver, request_id)
+        request = self._client.submit(prompt_ids, params, checked, deliver, request_id, interval)
         self._streams[request] = stream
         try:
             yield stream
@@ -228,9 +312,10 @@ class AsyncEngine:
         ]
         for request, stream in found:
             self._client.abort(request)
-            for index, seq_id in enumerate(request.seq_ids):
+            for seq_id, answer in request.streams.items():
                 if seq_id in request.unfinished:
-                    self._deliver(stream, request, Delta((), (), "abort", index=index))
+                    answer.abort()
+                    self._arrived.append((stream, request, answer))
         if found:
             self._wake()
         return len(found)
@@ -267,10 +352,6 @@ class AsyncEngine:
     async def stats(self) -> dict[str, Any]:
         return await self._wait(self._calls.stats())
 
-    def _deliver(self, stream: _Stream, request: Request, item: Item) -> None:
-        with self._lock:
-            self._arrived.setdefault(stream.event_loop, []).append((stream, request, item))
-
     async def profile(self, folder: str | None) -> str | None:
         """Start a trace of the engine that is written to `folder`; None ends it and returns its path."""
         return (await self._wait(self._calls.profile(folder))).get("path")
@@ -297,15 +378,19 @@ class AsyncEngine:
     def _wake(self) -> None:
         """Pass what has arrived to the event loops. Requests of a closed event loop are aborted."""
         with self._lock:
-            arrived, self._arrived = self._arrived, {}
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        arrived: dict[asyncio.AbstractEventLoop, list[tuple[Deltas, Request, Item]]] = {}
+        while self._arrived:
+            item = self._arrived.popleft()
+            arrived.setdefault(item[0].event_loop, []).append(item)
         for event_loop, items in arrived.items():
+            dispatch = self._dispatches.get(event_loop)
+            if dispatch is None:
+                dispatch = self._dispatches[event_loop] = _Dispatch(event_loop)
             try:
-                event_loop.call_soon_threadsafe(_enqueue, items)
+                event_loop.call_soon_threadsafe(dispatch.add, items)
             except RuntimeError:
                 for _, request, _ in items:
                     self._client.abort(request)
-
-
-def _enqueue(items: Sequence[tuple[_Stream, Request, Item]]) -> None:
-    for stream, _, item in items:
-        stream.items.put_nowait(item)

@@ -30,6 +30,7 @@ from glm5.config.model import ModelConfig
 from glm5.engine.defaults import read_defaults
 from glm5.engine.frontend.calls import Calls
 from glm5.engine.frontend.client import Client, Request
+from glm5.engine.frontend.output_stream import NEVER, OutputStream
 from glm5.engine.frontend.outputs import Delta, RequestOutput, head, join
 from glm5.engine.frontend.request_builder import Options, Prompt, ReadPrompt, listed, read_prompt
 from glm5.engine.frontend.startup import Startup
@@ -218,7 +219,7 @@ class LLM:
         """The answers to one prompt as they grow, a delta for each step. Closing the iterator aborts."""
         params = sampling_params or self.get_default_sampling_params()
         checked = self._read(prompt, params, Options(routed_experts=routed_experts), "the prompt")
-        for _, delta in self._run([checked], {}):
+        for _, delta in self._run([checked], {}, interval=1):
             yield delta
 
     def pause(self) -> None:
@@ -304,7 +305,7 @@ class LLM:
         bar = Progress(total=num_answers, unit="answer", desc="generate") if use_tqdm else None
         start, num_tokens = time.monotonic(), 0
         with bar or nullcontext():
-            for request, delta in self._run(checked, gained):
+            for request, delta in self._run(checked, gained, interval=NEVER):
                 gained[request].append(delta)
                 num_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None and bar is not None:
@@ -313,16 +314,23 @@ class LLM:
             _output(request, one.prompt.text, gained[request]) for request, one in zip(gained, checked, strict=True)
         ]
 
-    def _run(self, ready: Sequence[_Checked], requests: dict[Request, list[Delta]]) -> Iterator[tuple[Request, Delta]]:
-        """Run these requests and add each to `requests`; unfinished ones are aborted if the iterator is closed."""
+    def _run(
+        self, ready: Sequence[_Checked], requests: dict[Request, list[Delta]], *, interval: int
+    ) -> Iterator[tuple[Request, Delta]]:
+        """Run these requests and add each to `requests`; unfinished ones are aborted if the iterator is closed. Deltas
+        after an answer's first have at least `interval` tokens."""
         self._check_not_forked()
-        arrived: deque[tuple[Request, Delta | GlmError]] = deque()
+        arrived: deque[tuple[Request, OutputStream | GlmError]] = deque()
         names: dict[Request, str] = {}
         try:
             for one in ready:
                 with held_interrupt():
                     request = self.client.submit(
-                        one.prompt.token_ids, one.params, one.options, lambda *item: arrived.append(item)
+                        one.prompt.token_ids,
+                        one.params,
+                        one.options,
+                        lambda *item: arrived.append(item),
+                        interval=interval,
                     )
                     requests[request], names[request] = [], one.name
             num_left = sum(one.params.n for one in ready)
@@ -334,8 +342,9 @@ class LLM:
                     raise RequestError(f"{names[request]}: {item}", param=item.param)
                 if isinstance(item, GlmError):
                     raise item
-                num_left -= item.finish_reason is not None
-                yield request, item
+                for delta in item.take():
+                    num_left -= delta.finish_reason is not None
+                    yield request, delta
         finally:
             with held_interrupt():
                 for request in names:

@@ -35,6 +35,7 @@ from glm5.engine.transport.wire import (
     Close,
     Dead,
     EngineInfo,
+    Growth,
     Join,
     Leave,
     Listen,
@@ -43,7 +44,6 @@ from glm5.engine.transport.wire import (
     Start,
     ToClient,
     ToEngine,
-    Update,
     Updates,
     client_of,
     sender_of,
@@ -167,11 +167,8 @@ class _Outbox:
         if len(self._sockets) == 1:
             self._send(0, message)
         elif isinstance(message, Updates):
-            parts: dict[int, list[Update]] = {}
-            for update in message.updates:
-                parts.setdefault(client_of(update.seq_id), []).append(update)
-            for client, updates in parts.items():
-                self._send(client, Updates(updates))
+            for client, part in _by_client(message).items():
+                self._send(client, part)
         else:
             self._send(client_of(message.call_id) if isinstance(message, Answer) else 0, message)
 
@@ -203,6 +200,25 @@ class _Outbox:
         socket.set(zmq.SNDHWM, 0)
         socket.connect(f"ipc://{path}")
         return socket
+
+
+def _by_client(message: Updates) -> dict[int, Updates]:
+    """What a step brought, client by client."""
+    parts: dict[int, Updates] = {}
+    if (growth := message.growth) is not None:
+        at = 0
+        for i, seq_id in enumerate(growth.seq_ids):
+            count = growth.counts[i] if growth.counts else 1
+            part = parts.setdefault(client_of(seq_id), Updates([], Growth(growth.version))).growth
+            assert part is not None
+            part.seq_ids.append(seq_id)
+            part.token_ids += growth.token_ids[at : at + count]
+            if growth.counts:
+                part.counts.append(count)
+            at += count
+    for update in message.updates:
+        parts.setdefault(client_of(update.seq_id), Updates([])).updates.append(update)
+    return parts
 
 
 def _end_with_parent(folders: list[str]) -> NoReturn:

@@ -74,7 +74,7 @@ def create_app(
     names = config.served_model_name or (config.model,)
     metrics, state = ServerMetrics(names[0]), state or ServerState()
     admission, shared = admission or OwnLimits(Limits.of(config)), shared or OneProcess()
-    bounds = Bounds(config.max_prompt_tokens, config.max_output_tokens, config.request_timeout)
+    bounds = Bounds(config.max_prompt_tokens, config.max_output_tokens, config.request_timeout, config.stream_interval)
     log_tokenizer = tokenizer if config.enable_log_requests else None
     metered = MeteredEngine(engine, metrics, admission, bounds, log_tokenizer, tracing)
     service = Service(

@@ -25,6 +25,7 @@ from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.wire import AddRequest, Updates
 from tests.support.dispatch import largest_result
 from tests.support.models import random_model
+from tests.support.updates import updates_of
 
 CONTEXTS = {"native": (1024, 8192, 65536), "torch": (1024, 4096, 16384)}
 CHUNK, NUM_DECODED, NUM_COUNTED = 256, 60, 3
@@ -83,7 +84,7 @@ class Meter:
         start, self.num_tokens = time.thread_time(), 0
         for message in self.core.step():
             assert isinstance(message, Updates)
-            self.num_answered += sum(len(update.token_ids) for update in message.updates)
+            self.num_answered += sum(len(update.token_ids) for update in updates_of(message))
         return (time.thread_time() - start) * 1e3
 
     def counted_step(self) -> Costs:

@@ -12,6 +12,7 @@ from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.tiers import CopyQueue, DiskTier, HostTier, layout_of, page_io
 from glm5.engine.transport.wire import AddRequest, Answer, EngineInfo, RoutedExperts, Update, Updates
 from tests.support.fake_runner import FakeRunner, FakeWeights, lone_run
+from tests.support.updates import updates_of
 
 MAX_TURNS = 5000
 
@@ -134,7 +135,7 @@ class CoreDriver:
             assert self.num_turns < MAX_TURNS, f"no end in sight: {self.core.stats()}"
             for message in self.core.step():
                 if isinstance(message, Updates):
-                    for update in message.updates:
+                    for update in updates_of(message):
                         self._hear(update)
                 else:
                     assert isinstance(message, Answer)

@@ -16,6 +16,7 @@ from glm5.engine.transport.wire import AbortRequests, AddRequest, Answer, ResetC
 from glm5.model.glm5 import Glm5
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer
+from tests.support.updates import updates_of
 
 MAX_MODEL_LEN = 256
 _GRAMMARS = (
@@ -131,7 +132,7 @@ def alone(model: Glm5, tokenizer: Tokenizer, answers: Sequence[ReceivedAnswer]) 
 def _listen(core: EngineCore, received: dict[int, ReceivedAnswer]) -> None:
     for message in core.step():
         assert isinstance(message, Updates), f"{message=}"
-        for update in message.updates:
+        for update in updates_of(message):
             one = received[update.seq_id]
             assert one.reason is None, f"{update.seq_id} had ended with {one.reason}"
             one.token_ids += update.token_ids

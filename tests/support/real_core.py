@@ -11,6 +11,7 @@ from glm5.engine.build import build_core
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.wire import AddRequest, TokenLogprobs, Update, Updates
 from glm5.model.glm5 import Glm5
+from tests.support.updates import updates_of
 
 FLUSH_S = 30.0
 # A turn computes a step, or waits for a copy or a grammar for a hundredth of a second.
@@ -74,7 +75,7 @@ class RealCore:
                 requested += [self._ask(one, priority=-1) for one in urgent]
             for message in self.core.step():
                 assert isinstance(message, Updates), message
-                for update in message.updates:
+                for update in updates_of(message):
                     self._hear(update)
         return [self._outcomes[seq_id] for seq_id in requested]
 

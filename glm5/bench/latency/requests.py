@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from glm5.common.errors import GlmError
 from glm5.engine.frontend.client import Request
+from glm5.engine.frontend.output_stream import OutputStream
 from glm5.engine.frontend.outputs import Delta
 from glm5.engine.frontend.request_builder import Options
 from glm5.engine.llm import LLM
@@ -52,8 +53,15 @@ def ask(
     requests: list[Request] = []
     failed: list[GlmError] = []
 
-    def deliver_to(one: TokenTimes) -> Callable[[Request, Delta | GlmError], None]:
-        return lambda _request, item: failed.append(item) if isinstance(item, GlmError) else one.add(item)
+    def deliver_to(one: TokenTimes) -> Callable[[Request, OutputStream | GlmError], None]:
+        def deliver(_request: Request, item: OutputStream | GlmError) -> None:
+            if isinstance(item, GlmError):
+                failed.append(item)
+                return
+            for delta in item.take():
+                one.add(delta)
+
+        return deliver
 
     try:
         for prompt in prompts:

@@ -11,7 +11,7 @@ One thread calls everything here. An exception that leaves `step` ends the engin
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from glm5.common.errors import GlmError, words_of
@@ -42,6 +42,7 @@ from glm5.engine.transport.wire import (
     Answer,
     Close,
     EngineInfo,
+    Growth,
     Join,
     Leave,
     Listen,
@@ -107,6 +108,8 @@ class EngineCore:
         self._inbox: deque[ToEngine] = deque()
         self._messages: list[Message] = []
         self._updates: list[Update] = []
+        self._growth: Growth | None = None
+        self._results: list[ToClient] = []
         self._answers: list[ToClient] = []
         # Answers under way. A prompt's report may outlive the answer that computes it.
         self._replies: dict[int, Reply] = {}
@@ -314,6 +317,7 @@ class EngineCore:
                 self._fail(output, _why_no_valid_token(self._specs[output.seq_id].params))
             else:
                 self._report(output, plan.version, result)
+        self._end_results()
         # After the depth was raised, drafts beyond `draft_depth` are stale ones, which must not be counted.
         drafted = [count if position < draft_depth else 0 for position, count in enumerate(result.num_drafted)]
         accepted = [count if position < draft_depth else 0 for position, count in enumerate(result.num_accepted)]
@@ -335,9 +339,22 @@ class EngineCore:
                     return
                 reply.drafts = result.drafts[seq_id]
             self.counters.count_output(output)
-            self._updates.append(reply.update(token_ids, version, reason, result))
+            if reply.is_plain and reason is None:
+                if token_ids:
+                    reply.num_tokens += len(token_ids)
+                    self._grow(seq_id, token_ids, version)
+            else:
+                self._updates.append(reply.update(token_ids, version, reason, result))
         if reason is not None:
             self._forget(seq_id)
+
+    def _grow(self, seq_id: int, token_ids: Sequence[int], version: int) -> None:
+        growth = self._growth
+        if growth is None:
+            growth = self._growth = Growth(version, [], [], [])
+        growth.seq_ids.append(seq_id)
+        growth.token_ids += token_ids
+        growth.counts.append(len(token_ids))
 
     def _fail(self, output: Output, why: str) -> None:
         """End an answer with an error, and discard its last tokens."""
@@ -374,10 +391,19 @@ class EngineCore:
         else:
             self.control.wait(MAX_WAIT_S)
 
+    def _end_results(self) -> None:
+        """Put what is known of answers into one message: a step's results, since it has one version of the weights."""
+        growth = self._growth
+        if growth is not None and len(growth.token_ids) == len(growth.seq_ids):
+            growth.counts = []
+        if self._updates or growth is not None:
+            self._results.append(Updates(self._updates, growth))
+        self._updates, self._growth = [], None
+
     def _outgoing(self) -> list[ToClient]:
-        messages: list[ToClient] = [Updates(self._updates)] if self._updates else []
-        messages += self._answers
-        self._updates, self._answers = [], []
+        self._end_results()
+        messages = self._results + self._answers
+        self._results, self._answers = [], []
         return messages
 
 

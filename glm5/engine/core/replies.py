@@ -67,7 +67,7 @@ class Reply:
     """One answer under way. `num_tokens` includes the prompt. `drafts`: those of its next step, for its grammar.
 
     `num_cached`: prompt tokens found in a cache. `began`: when its first step was launched. `num_routed`: tokens whose
-    experts were reported.
+    experts were reported. `is_plain`: until its end, all that can be said of it is its tokens.
     """
 
     seq_id: int
@@ -79,6 +79,7 @@ class Reply:
     num_cached: int | None = None
     began: float | None = None
     is_begun: bool = False
+    is_plain: bool = False
     num_routed: int = 0
 
     def __post_init__(self) -> None:
@@ -100,7 +101,10 @@ class Reply:
         if self.report is not None:
             update.prompt_logprobs, update.routed = self.report.take()
             if self.spec.routed:
-                update.routed = joined(update.routed, self._own_experts(result.routed.get(self.seq_id)))
+                own = self._own_experts(result.routed.get(self.seq_id))
+                update.routed = update.routed.then(own) if update.routed and own else update.routed or own
+        is_told = self.report is None or (self.report.is_taken and not self.spec.routed)
+        self.is_plain = is_told and self.spec.params.logprobs is None
         return update
 
     def _own_experts(self, routed: RoutedExperts | None) -> RoutedExperts | None:
@@ -119,15 +123,6 @@ def rows_of(routed: RoutedExperts, start: int, stop: int) -> bytes:
     """Experts of tokens `start` to `stop` - 1."""
     row_bytes = 2 * routed.shape[1] * routed.shape[2]
     return routed.experts[(start - routed.start) * row_bytes : (stop - routed.start) * row_bytes]
-
-
-def joined(first: RoutedExperts | None, second: RoutedExperts | None) -> RoutedExperts | None:
-    """Concatenate two ranges of tokens, of which either may be None; the second follows the first."""
-    if first is None or second is None:
-        return first or second
-    assert first.start + first.shape[0] == second.start, f"{first.shape=} {second.start=}"
-    shape = (first.shape[0] + second.shape[0], *first.shape[1:])
-    return RoutedExperts(first.start, shape, first.experts + second.experts)
 
 
 def note_prompts(items: Sequence[Item], result: StepResult, reports: dict[int, PromptReport]) -> None:

@@ -1,7 +1,8 @@
-"""The client of `LLM` and `AsyncEngine`: it sends requests and calls over a link, and delivers what comes back.
+"""The client of `LLM` and `AsyncEngine`: it sends requests and calls over a link, and receives what comes back.
 
-Any thread may submit, abort and call. One thread pumps, and passes every delta to the `deliver` of its request. When
-the engine ends, all waiting requests and calls get `EngineDead` with the reason, and later ones get it at once.
+Any thread may submit, abort and call. One thread pumps: it adds what arrives to the answers' streams, and tells the
+`deliver` of their requests, from which on these take it. When the engine ends, all waiting requests and calls get
+`EngineDead` with the reason, and later ones get it at once.
 """
 
 import logging
@@ -16,8 +17,8 @@ from typing import Any
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import EngineDead, GlmError, RequestError, named
-from glm5.engine.frontend.output_stream import OutputStream
-from glm5.engine.frontend.outputs import Delta, RequestMetrics
+from glm5.engine.frontend.output_stream import NEVER, OutputStream
+from glm5.engine.frontend.outputs import RequestMetrics
 from glm5.engine.frontend.request_builder import Options, RequestBuilder
 from glm5.engine.frontend.text import AnswerText
 from glm5.engine.sampling.params import SamplingParams
@@ -28,6 +29,7 @@ from glm5.engine.transport.wire import (
     Close,
     Dead,
     EngineInfo,
+    Growth,
     Loading,
     Ready,
     StopAnswer,
@@ -39,7 +41,7 @@ from glm5.engine.transport.wire import (
 
 logger = logging.getLogger(__name__)
 
-Deliver = Callable[["Request", Delta | GlmError], None]
+Deliver = Callable[["Request", OutputStream | GlmError], None]
 _POLL_SECONDS = 0.1
 
 
@@ -48,7 +50,7 @@ class Request:
 
     def __init__(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, deliver: Deliver):
         self.request_id, self.prompt_ids, self.params, self.deliver = request_id, prompt_ids, params, deliver
-        self.seq_ids: tuple[int, ...] = ()
+        self.streams: dict[int, OutputStream] = {}  # by sequence id
         self.unfinished: set[int] = set()
         self.metrics = RequestMetrics(time.monotonic())
 
@@ -106,31 +108,36 @@ class Client:
         options: Options,
         deliver: Deliver,
         request_id: str | None = None,
+        interval: int = 1,
     ) -> Request:
-        """Send a request. `deliver` gets its deltas in the pumping thread, or one error and nothing after it. Raises
-        RequestError for a request that cannot be served, EngineDead when the engine has ended."""
+        """Send a request. In the pumping thread `deliver` gets each stream that has news, once until they are taken, or
+        one error and nothing after it. `interval`: after an answer's first tokens, only if it has so many new ones, or
+        has ended. Raises RequestError for a request that cannot be served, EngineDead when the engine has ended."""
         prompt_ids = self.request_builder.check(prompt_ids, params, options)
         request = Request(str(next(self._numbers)) if request_id is None else request_id, prompt_ids, params, deliver)
-        request.seq_ids = tuple(next(self._seq_ids) for _ in range(params.n))
-        request.unfinished.update(request.seq_ids)
+        for index in range(params.n):
+            text = AnswerText(self.tokenizer if params.detokenize else None, params)
+            sent = request.metrics.arrival_time
+            stream = OutputStream(index, params, text, self._spell, sent=sent, interval=interval)
+            request.streams[next(self._seq_ids)] = stream
+        request.unfinished.update(request.streams)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        message = self.request_builder.build(request.seq_ids, seed, prompt_ids, params, options)
+        message = self.request_builder.build(tuple(request.streams), seed, prompt_ids, params, options)
         with self._lock:
             self.check_alive()
-            for index, seq_id in enumerate(request.seq_ids):
-                text = AnswerText(self.tokenizer if params.detokenize else None, params)
-                self._growing[seq_id] = request, OutputStream(index, params, text, self._spell)
+            for seq_id, stream in request.streams.items():
+                self._growing[seq_id] = request, stream
             try:
                 self.link.send(message)
             except BaseException:  # no update will arrive
-                for seq_id in request.seq_ids:
+                for seq_id in request.streams:
                     del self._growing[seq_id]
                 raise
         return request
 
     def abort(self, request: Request) -> None:
         """Abort a request in any state. Nothing more of it is delivered once the current `pump` returns."""
-        known = [seq_id for seq_id in request.seq_ids if self._growing.pop(seq_id, None) is not None]
+        known = [seq_id for seq_id in request.streams if self._growing.pop(seq_id, None) is not None]
         if known:
             self.link.send(AbortRequests(tuple(known)))
 
@@ -156,9 +163,12 @@ class Client:
         """Deliver messages that arrived, waiting for them up to `timeout` seconds."""
         for message in self.link.receive(timeout):
             match message:
-                case Updates(updates):
+                case Updates(updates, growth):
+                    now = time.monotonic()
+                    if growth is not None:
+                        self._grow(growth, now)
                     for update in updates:
-                        self._deliver(update)
+                        self._update(update, now)
                 case Answer():
                     self._answer(message)
                 case Dead(reason):
@@ -171,7 +181,8 @@ class Client:
         for seq_id in list(self._growing):
             if (known := self._growing.pop(seq_id, None)) is not None:
                 request, stream = known
-                request.deliver(request, Delta((), (), "abort", index=stream.index))
+                stream.abort()
+                request.deliver(request, stream)
         self.link.send(Close())
 
     def fail(self, reason: str) -> None:
@@ -196,7 +207,27 @@ class Client:
             self.link.kill()
             raise
 
-    def _deliver(self, update: Update) -> None:
+    def _grow(self, growth: Growth, now: float) -> None:
+        """Add the tokens of a step to their streams. This is run for every token: it must be short."""
+        growing, version, start = self._growing, growth.version, 0
+        if growth.counts:
+            for seq_id, count in zip(growth.seq_ids, growth.counts, strict=True):
+                self._update(Update(seq_id, growth.token_ids[start : start + count], version), now)
+                start += count
+            return
+        for seq_id, token_id in zip(growth.seq_ids, growth.token_ids, strict=True):
+            known = growing.get(seq_id)
+            if known is None:  # see `_update`
+                continue
+            request, stream = known
+            stream.add_token(token_id, version, now)
+            if stream.found_stop:
+                self._end(seq_id, request, stream, now)
+            if stream.found_stop or len(stream.news) >= stream.threshold:
+                stream.threshold = NEVER
+                request.deliver(request, stream)
+
+    def _update(self, update: Update, now: float) -> None:
         known = self._growing.get(update.seq_id)
         if known is None:  # aborted, or ended by a stop string, before this update arrived
             return
@@ -205,20 +236,28 @@ class Client:
             self.abort(request)
             request.deliver(request, RequestError(update.error or "the engine could not answer it", update.param))
             return
-        now = time.monotonic()
-        delta = stream.grow(update, request.metrics.arrival_time, now)
-        if delta.token_ids:
-            metrics = request.metrics
-            metrics.last_token_time = now
+        stream.add(update, now)
+        metrics = request.metrics
+        if update.token_ids:
             metrics.first_token_time = metrics.first_token_time or now
-        if delta.finish_reason is not None:
-            self._growing.pop(update.seq_id, None)
-            if stream.found_stop:
-                self.link.send(StopAnswer(update.seq_id))
-            request.unfinished.discard(update.seq_id)
-            if not request.unfinished:
-                request.metrics.finished_time = now
-        request.deliver(request, delta)
+        has_ended = update.finish_reason is not None or stream.found_stop
+        if has_ended:
+            self._end(update.seq_id, request, stream, now)
+        if has_ended or len(stream.news) >= stream.threshold:
+            stream.threshold = NEVER
+            request.deliver(request, stream)
+
+    def _end(self, seq_id: int, request: Request, stream: OutputStream, now: float) -> None:
+        """An answer has ended; the engine is told if it does not know."""
+        self._growing.pop(seq_id, None)
+        if stream.found_stop:
+            self.link.send(StopAnswer(seq_id))
+        metrics = request.metrics
+        if metrics.first_token_time is not None:
+            metrics.last_token_time = max(stream.arrived, metrics.last_token_time or 0.0)
+        request.unfinished.discard(seq_id)
+        if not request.unfinished:
+            metrics.finished_time = now
 
     def _answer(self, answer: Answer) -> None:
         future = self._calls.pop(answer.call_id, None)

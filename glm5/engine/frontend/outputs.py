@@ -31,7 +31,8 @@ class Logprob(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Text that a token completed. `token_id` is None if the text is only a part of a token's."""
+    """Text that a token completed, which is `token_id`. It is None if the text is only a part of a token's, or that of
+    several tokens; a token with a name, such as a tag, always has its own piece."""
 
     token_id: int | None
     text: str
@@ -41,13 +42,15 @@ class Delta(msgspec.Struct, frozen=True):
     """What one step added to an answer. Never cumulative: joined deltas are the answer.
 
     `token_ids` are all new tokens, including the one that ended the answer; `pieces` is the text that can be sent now,
-    by token. `stop_reason` is the stop string or stop token id that ended it, None for end of text. `index`: which of
+    in pieces. `stop_reason` is the stop string or stop token id that ended it, None for end of text. `index`: which of
     the request's n answers. `version`: of the weights that computed the tokens.
 
     If requested: `logprobs` of each token, and `tempered_logprobs`, under the sampling distribution; `prompt_logprobs`,
     on one delta of the request, of the prompt's tokens but the first; `routed_experts`, as in `wire.Update`.
 
-    `arrived`: time of arrival, by the monotonic clock. `queued_s`, on an answer's first delta: its wait for a step.
+    Tokens of several steps are in one delta if they were not read in between. `arrived`: time of arrival, by the
+    monotonic clock; `arrivals`: of the tokens of each step. `queued_s`, on an answer's first delta: its wait for a
+    step.
     """
 
     token_ids: tuple[int, ...]
@@ -63,6 +66,7 @@ class Delta(msgspec.Struct, frozen=True):
     routed_experts: RoutedExperts | None = None
     arrived: float = 0.0
     queued_s: float | None = None
+    arrivals: tuple[float, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -116,7 +120,11 @@ class RequestOutput:
 
 def join(deltas: Sequence[Delta], routed: Sequence[RoutedExperts] = (), num_prompt: int = 0) -> CompletionOutput:
     """Join the deltas of one index to an answer. `routed`: recorded experts, including the prompt's."""
-    token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
+    token_ids: list[int] = []
+    versions: list[int] = []
+    for delta in deltas:
+        token_ids += delta.token_ids
+        versions += [delta.version] * len(delta.token_ids)
     logprobs = [entry for delta in deltas for entry in delta.logprobs]
     last = deltas[-1] if deltas else Delta((), ())
     return CompletionOutput(
@@ -129,7 +137,7 @@ def join(deltas: Sequence[Delta], routed: Sequence[RoutedExperts] = (), num_prom
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         tempered_logprobs=[value for delta in deltas for value in delta.tempered_logprobs] if logprobs else None,
-        weight_versions=[delta.version for delta in deltas for _ in delta.token_ids],
+        weight_versions=versions,
         routed_experts=_experts(routed, num_prompt + len(token_ids) - 1) if routed else None,
     )
 

@@ -17,12 +17,14 @@ class StopStrings:
         self.stop, self.include = tuple(stop), include
         self.matched: str | None = None
         self._held: deque[Piece] = deque()
+        self._firsts = frozenset(one[0] for one in self.stop)
+        self._longest = max((len(one) for one in self.stop), default=0)
 
     def feed(self, piece: Piece) -> list[Piece]:
         """Pieces that can be released now. After a match: those up to it, the last one cut; later calls return none."""
         if self.matched is not None:
             return []
-        if not self.stop:
+        if not self._held and self._firsts.isdisjoint(piece.text):  # no stop string can begin here
             return [piece]
         held = "".join(part.text for part in self._held)
         self._held.append(piece)
@@ -54,8 +56,7 @@ class StopStrings:
 
     def _num_undecided(self, text: str) -> int:
         """Length of the longest tail of `text` that begins a stop string."""
-        longest = max(len(stop) for stop in self.stop) - 1
-        for length in range(min(longest, len(text)), 0, -1):
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self.stop):
                 return length
         return 0

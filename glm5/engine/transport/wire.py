@@ -219,6 +219,12 @@ class RoutedExperts(msgspec.Struct, array_like=True):
     shape: tuple[int, int, int]
     experts: bytes
 
+    def then(self, more: "RoutedExperts") -> "RoutedExperts":
+        """These tokens and those that follow."""
+        assert self.start + self.shape[0] == more.start, f"{self.shape=} {more.start=}"
+        shape = (self.shape[0] + more.shape[0], *self.shape[1:])
+        return RoutedExperts(self.start, shape, self.experts + more.experts)
+
 
 class Update(msgspec.Struct, array_like=True):
     """New tokens of one answer after a step. `version`: of the weights that computed these tokens.
@@ -241,8 +247,24 @@ class Update(msgspec.Struct, array_like=True):
     began: float | None = None
 
 
+class Growth(msgspec.Struct, array_like=True):
+    """New tokens of answers of which there is nothing else to say: one struct for all of them after a step.
+
+    `token_ids` are those of all answers, one after the other; `counts` says how many each has, and is empty if each has
+    one. `version`: as in `Update`.
+    """
+
+    version: int
+    seq_ids: list[int] = []
+    token_ids: list[int] = []
+    counts: list[int] = []
+
+
 class Updates(msgspec.Struct, tag=True):
+    """What a step brought. For an answer that is in both, `growth` comes before its update."""
+
     updates: list[Update]
+    growth: Growth | None = None
 
 
 class Answer(msgspec.Struct, tag=True):

@@ -5,6 +5,7 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request
@@ -16,12 +17,12 @@ from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.serve.anthropic.answer import MessageAnswer, joined
 from glm5.serve.anthropic.body import CountBody, MessagesBody, PromptFields
 from glm5.serve.anthropic.messages import messages_of, tools_of
-from glm5.serve.generation.job import Job, Usage, check, steps
+from glm5.serve.generation.job import Job, Step, Usage, check, steps
 from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt
 from glm5.serve.generation.thinking import Thinking, template_kwargs
 from glm5.serve.http.body import body_of, described
 from glm5.serve.http.errors import ApiError, anthropic_envelope, named
-from glm5.serve.http.sse import EventStream, event
+from glm5.serve.http.sse import EventStream, Tap, event
 from glm5.serve.service.service import Service, get_service
 
 router = APIRouter()
@@ -41,7 +42,9 @@ async def messages(
     answer = MessageAnswer(job.id, body.model or service.model_names[0], omits_thinking=omits)
     usage = Usage(len(job.prompt_ids))
     if body.stream:
-        return await EventStream.begun(_events(job, service, answer, usage), failed=failed, ping=PING)
+        tap = Tap[Step](partial(_written, answer, usage))
+        events = _events(job, service, answer, usage, tap)
+        return await EventStream.begun(events, failed=failed, ping=PING, tap=tap)
     async with aclosing(steps(job, service, usage)) as found:
         events = [each async for step in found for each in answer.events(step, usage)]
     return Response(json.dumps(joined(events)), media_type="application/json")
@@ -79,7 +82,8 @@ def _prepare(body: MessagesBody, service: Service) -> Job:
             thinking_token_budget=None if body.thinking is None else body.thinking.budget_tokens,
             skip_special_tokens=False,
         )
-    return Job(f"msg_{uuid.uuid4().hex}", prompt.ids, params, prompt.options(), prompt.reader, names)
+    name = f"msg_{uuid.uuid4().hex}"
+    return Job(name, prompt.ids, params, prompt.options(), prompt.reader, names, streams=body.stream)
 
 
 def _prompt(body: PromptFields, service: Service) -> Prompt:
@@ -142,8 +146,14 @@ def _context_exceeded(message: str, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-async def _events(job: Job, service: Service, answer: MessageAnswer, usage: Usage) -> AsyncGenerator[str, None]:
-    async with aclosing(steps(job, service, usage)) as found:  # a lost connection aborts the request at once
+async def _events(
+    job: Job, service: Service, answer: MessageAnswer, usage: Usage, tap: Tap[Step]
+) -> AsyncGenerator[str, None]:
+    async with aclosing(steps(job, service, usage, tap)) as found:  # a lost connection aborts the request at once
         async for step in found:
-            for each in answer.events(step, usage):
-                yield event(each, each["type"])
+            if text := _written(answer, usage, step):
+                yield text
+
+
+def _written(answer: MessageAnswer, usage: Usage, step: Step) -> str:
+    return "".join([event(each, each["type"]) for each in answer.events(step, usage)])

@@ -9,14 +9,15 @@ from glm5.chat.events import ContentDelta, Event, ReasoningDelta, ToolCallArgume
 from glm5.serve.chat.body import ChatBody
 from glm5.serve.generation.job import LogprobRow, Step, Usage
 from glm5.serve.generation.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from glm5.serve.http.sse import SPACE, Spaced, event
 
 
 def delta_of(events: Iterable[Event]) -> dict[str, Any]:
     """The `delta` of one step's events, with one entry for each tool call that it extends."""
     delta: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
-    for event in events:
-        match event:
+    for one in events:
+        match one:
             case ReasoningDelta(text):
                 delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning_content", "") + text
             case ContentDelta(text):
@@ -63,6 +64,28 @@ class ChatAnswer:
         self.body, self.prompt_ids, self.formatter = body, prompt_ids, formatter
         self.head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._begun: set[int] = set()
+        self._plain_chunks: dict[tuple[int, type[Event]], Spaced] = {}
+        asks_more = body.logprobs or body.return_token_ids or body.repeats_usage
+        self._has_plain_chunks = not asks_more and body.include_reasoning
+
+    def event(self, step: Step, usage: Usage) -> str:
+        """The chunk of a step as an event, or an empty text. In most chunks only one text is new."""
+        events = step.events
+        if (
+            self._has_plain_chunks
+            and len(events) == 1
+            and isinstance(first := events[0], (ContentDelta, ReasoningDelta))
+            and step.finish_reason is None
+            and step.prompt_logprobs is None
+            and step.index in self._begun
+        ):
+            spaced = self._plain_chunks.get((step.index, type(first)))
+            if spaced is None:
+                sample = self.chunk(Step(step.index, [type(first)(SPACE)], ()), usage)
+                spaced = self._plain_chunks[step.index, type(first)] = Spaced(event(sample or {}))
+            return spaced.filled(first.text)
+        chunk = self.chunk(step, usage)
+        return "" if chunk is None else event(chunk)
 
     def chunk(self, step: Step, usage: Usage) -> dict[str, Any] | None:
         """The chunk of a step; None for a step without visible output. The first chunk of each choice has the role."""

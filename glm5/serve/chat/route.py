@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -12,14 +13,14 @@ from fastapi.responses import Response
 from glm5.common.errors import RequestError
 from glm5.serve.chat.answer import ChatAnswer
 from glm5.serve.chat.body import ChatBody
-from glm5.serve.generation.job import Job, Usage, check, steps
+from glm5.serve.generation.job import Job, Step, Usage, check, steps
 from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt
 from glm5.serve.generation.sampling_fields import fit
 from glm5.serve.generation.thinking import template_kwargs
 from glm5.serve.http.body import body_of, described
 from glm5.serve.http.call import answer_id
 from glm5.serve.http.errors import ApiError, envelope, named
-from glm5.serve.http.sse import DONE, EventStream, event
+from glm5.serve.http.sse import DONE, EventStream, Tap, event
 from glm5.serve.service.service import Service, get_service
 
 router = APIRouter()
@@ -35,7 +36,8 @@ async def chat_completions(body: ChatBody = Depends(_read), service: Service = D
     answer = ChatAnswer(body, job.id, body.model or service.model_names[0], job.prompt_ids, body.formatter(service))
     usage = Usage(len(job.prompt_ids))
     if body.stream:
-        return await EventStream.begun(_events(job, service, answer, usage), failed=failed)
+        tap = Tap[Step](partial(answer.event, usage=usage))
+        return await EventStream.begun(_events(job, service, answer, usage, tap), failed=failed, tap=tap)
     async with aclosing(steps(job, service, usage)) as found:
         content = answer.completion([step async for step in found], usage)
     return Response(json.dumps(content), media_type="application/json")
@@ -77,7 +79,8 @@ def prepare(body: ChatBody, service: Service) -> Job:
             skip_special_tokens=bool(body.skip_special_tokens),
         )
     options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
-    return Job(answer_id("chatcmpl-", body.request_id), prompt.ids, params, options, prompt.reader, names=names)
+    name = answer_id("chatcmpl-", body.request_id)
+    return Job(name, prompt.ids, params, options, prompt.reader, names=names, streams=body.stream)
 
 
 def _max_tokens(body: ChatBody, prompt: Prompt, service: Service) -> int:
@@ -87,11 +90,13 @@ def _max_tokens(body: ChatBody, prompt: Prompt, service: Service) -> int:
     return fit(service, len(prompt.ids), wanted, prompt="messages", limit=body.limit)
 
 
-async def _events(job: Job, service: Service, answer: ChatAnswer, usage: Usage) -> AsyncGenerator[str, None]:
-    async with aclosing(steps(job, service, usage)) as found:  # a lost connection aborts the request at once
+async def _events(
+    job: Job, service: Service, answer: ChatAnswer, usage: Usage, tap: Tap[Step]
+) -> AsyncGenerator[str, None]:
+    async with aclosing(steps(job, service, usage, tap)) as found:  # a lost connection aborts the request at once
         async for step in found:
-            if (chunk := answer.chunk(step, usage)) is not None:
-                yield event(chunk)
+            if text := answer.event(step, usage):
+                yield text
     if answer.body.includes_usage:
         yield event(answer.last_chunk(usage))
     yield DONE

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import Response
@@ -19,7 +20,7 @@ from glm5.serve.generation.sampling_fields import context_exceeded, fit
 from glm5.serve.http.body import body_of, described
 from glm5.serve.http.call import answer_id
 from glm5.serve.http.errors import named
-from glm5.serve.http.sse import DONE, EventStream, event
+from glm5.serve.http.sse import DONE, EventStream, Tap, event
 from glm5.serve.service.service import Service, get_service
 
 router = APIRouter()
@@ -34,7 +35,10 @@ async def completions(body: CompletionBody = Depends(_read), service: Service = 
     await check_all(jobs, service)
     answer = CompletionAnswer(body, name, body.model or service.model_names[0], prompts, body.formatter(service))
     if body.stream:
-        return await EventStream.begun(_events(jobs, service, answer), failed=failed)
+        usages = _usages(jobs)
+        # Steps of several prompts wait in a queue, where those of a tap would overtake them.
+        tap = Tap[Step](partial(_event, answer, usages, 0)) if len(jobs) == 1 else None
+        return await EventStream.begun(_events(jobs, service, answer, usages, tap), failed=failed, tap=tap)
     usages = _usages(jobs)
     async with aclosing(_steps(jobs, service, usages)) as found:
         parts = [part async for part in found]
@@ -60,7 +64,7 @@ def prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[Pro
         fit(service, len(prompt_input.ids), most, prompt="prompt", limit="max_tokens")
         options = Options(priority=body.priority, cache_salt=body.cache_salt)
         job_id = name if len(prompts) == 1 else f"{name}_{number}"
-        jobs.append(Job(job_id, prompt_input.ids, params, options, names=names))
+        jobs.append(Job(job_id, prompt_input.ids, params, options, names=names, streams=body.stream))
     return prompts, jobs
 
 
@@ -83,24 +87,32 @@ def _prompt_logprobs(body: CompletionBody) -> int | None:
     return max(wanted, default=None)
 
 
-async def _events(jobs: Sequence[Job], service: Service, answer: CompletionAnswer) -> AsyncGenerator[str, None]:
-    usages = _usages(jobs)
-    async with aclosing(_steps(jobs, service, usages)) as found:
+async def _events(
+    jobs: Sequence[Job], service: Service, answer: CompletionAnswer, usages: Sequence[Usage], tap: Tap[Step] | None
+) -> AsyncGenerator[str, None]:
+    async with aclosing(_steps(jobs, service, usages, tap)) as found:
         async for number, step in found:
-            usage = _total(usages, answer.body) if answer.body.repeats_usage else None
-            if (chunk := answer.chunk(number, step, usage)) is not None:
-                yield event(chunk)
+            if text := _event(answer, usages, number, step):
+                yield text
     if answer.body.includes_usage:
         yield event(answer.last_chunk(_total(usages, answer.body)))
     yield DONE
+
+
+def _event(answer: CompletionAnswer, usages: Sequence[Usage], number: int, step: Step) -> str:
+    """The chunk of a step of prompt `number`, or an empty text."""
+    usage = _total(usages, answer.body) if answer.body.repeats_usage else None
+    return answer.event(number, step, usage)
 
 
 def _usages(jobs: Sequence[Job]) -> list[Usage]:
     return [Usage(len(job.prompt_ids)) for job in jobs]
 
 
-def _steps(jobs: Sequence[Job], service: Service, usages: Sequence[Usage]) -> AsyncGenerator[tuple[int, Step], None]:
-    return merged([steps(job, service, usage) for job, usage in zip(jobs, usages, strict=True)])
+def _steps(
+    jobs: Sequence[Job], service: Service, usages: Sequence[Usage], tap: Tap[Step] | None = None
+) -> AsyncGenerator[tuple[int, Step], None]:
+    return merged([steps(job, service, usage, tap) for job, usage in zip(jobs, usages, strict=True)])
 
 
 def _total(usages: Sequence[Usage], body: CompletionBody) -> Usage:

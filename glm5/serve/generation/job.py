@@ -10,9 +10,13 @@ An API converts its request body into a job, and steps into its response; it acc
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from glm5.chat.events import ContentDelta, Event, ToolCallEnd
 from glm5.chat.parser import CALL, THINK_END, Functions, OutputParser
@@ -24,6 +28,7 @@ from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.wire import RoutedExperts
 from glm5.serve.http.call import caller
 from glm5.serve.http.errors import ApiError, named
+from glm5.serve.http.sse import Tap
 from glm5.serve.service.service import Service
 
 logger = logging.getLogger(__name__)
@@ -53,7 +58,8 @@ class Reader:
 class Job:
     """A request that is ready for the engine. `id`: the id under which its tenant may abort it. `reader` None: the
     answer is plain text. `names`: {name in `SamplingParams`: the API's name} for error messages. `processed`: the
-    `logprob` of each token is its `tempered`; None: if the server says so.
+    `logprob` of each token is its `tempered`; None: if the server says so. `streams`: the client wants tokens as they
+    come; otherwise the steps after an answer's first are one.
     """
 
     id: str
@@ -63,11 +69,11 @@ class Job:
     reader: Reader | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     processed: bool | None = None
+    streams: bool = False
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one engine step added to answer `index`; the concatenated steps are the answer.
+class Step(msgspec.Struct, frozen=True):
+    """What engine steps, `num_steps`, added to answer `index`; the concatenated steps are the answer.
 
     `token_ids`: all new tokens, the one that ended the answer included. `logprobs`: one row for each of them, if
     requested. `prompt_logprobs`: rows of the prompt's tokens except the first; set on one step of the request.
@@ -84,11 +90,19 @@ class Step:
     stop_reason: str | int | None = None
     routed_experts: RoutedExperts | None = None
     version: int = 0
+    num_steps: int = 1
 
     @property
     def text(self) -> str:
         """The content: without reasoning and tool calls."""
         return "".join([event.text for event in self.events if isinstance(event, ContentDelta)])
+
+
+@runtime_checkable
+class Divertible(Protocol):
+    """Deltas that can be given to a function as they arrive."""
+
+    def divert(self, accept: Callable[[Delta], bool], /) -> None: ...
 
 
 @dataclass
@@ -140,10 +154,12 @@ class _DeltaReader:
     has_cached_count: bool = False
 
     def step(self, delta: Delta) -> Step:
-        answer = self._answer(delta.index)
+        answer = self.answers.get(delta.index) or self._new_answer(delta.index)
         self._count(delta, answer)
         events = self._events(delta, answer)
-        answer.has_called = answer.has_called or any(isinstance(event, ToolCallEnd) for event in events)
+        for event in events:
+            if isinstance(event, ToolCallEnd):
+                answer.has_called = True
         reason: str | None = delta.finish_reason
         return Step(
             index=delta.index,
@@ -155,23 +171,24 @@ class _DeltaReader:
             stop_reason=delta.stop_reason,
             routed_experts=delta.routed_experts,
             version=delta.version,
+            num_steps=bool(delta.token_ids) if delta.arrivals is None else len(delta.arrivals),
         )
 
     def _rows(self, rows: Sequence[LogprobRow] | None) -> Sequence[LogprobRow] | None:
         return rows if rows is None or not self.processed else [_processed(row) for row in rows]
 
-    def _answer(self, index: int) -> _Answer:
-        if index not in self.answers:
-            reader = self.job.reader
-            parser = None if reader is None else reader.parser()
-            self.answers[index] = _Answer(parser, in_reasoning=reader is not None and reader.reasoning)
-        return self.answers[index]
+    def _new_answer(self, index: int) -> _Answer:
+        reader = self.job.reader
+        parser = None if reader is None else reader.parser()
+        answer = self.answers[index] = _Answer(parser, in_reasoning=reader is not None and reader.reasoning)
+        return answer
 
     def _events(self, delta: Delta, answer: _Answer) -> list[Event]:
         if answer.parser is None:
             text = delta.text
             return [ContentDelta(text)] if text else []
-        events = [event for piece in delta.pieces for event in answer.parser.feed(piece.token_id, piece.text)]
+        feed = answer.parser.feed
+        events = [event for token_id, text in delta.pieces for event in feed(token_id, text)]
         return events + answer.parser.finish() if delta.finish_reason is not None else events
 
     def _count(self, delta: Delta, answer: _Answer) -> None:
@@ -197,8 +214,9 @@ def _processed(row: LogprobRow) -> LogprobRow:
     return {token_id: found._replace(logprob=value(found)) for token_id, found in row.items()}
 
 
-async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step, None]:
-    """Run a job; yields its steps as they arrive, and updates `usage`. Closing the generator aborts the request.
+async def steps(job: Job, service: Service, usage: Usage, tap: Tap[Step] | None = None) -> AsyncGenerator[Step, None]:
+    """Run a job; yields its steps as they arrive, and updates `usage`. Closing the generator aborts the request. `tap`
+    gets the steps that it can send at once; these are not yielded.
 
     Raises RequestError if the engine refuses the request, EngineDead if it dies, ApiError `server_closing` if the
     server closes it. Logs one line for each request, without its text.
@@ -209,9 +227,13 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
     tenant = caller().name
     engine_id = service.running.enter(tenant, job.id)
     try:
-        generation = service.engine.generate(job.prompt_ids, job.params, request_id=engine_id, **vars(job.options))
+        generation = service.engine.generate(
+            job.prompt_ids, job.params, request_id=engine_id, streams=job.streams, **vars(job.options)
+        )
         with named(job.names):
             async with generation as deltas:
+                if tap is not None and isinstance(deltas, Divertible):
+                    deltas.divert(partial(_send_now, tap, reading))
                 async for delta in deltas:
                     if delta.finish_reason == "abort" and service.engine.stopped_because is not None:
                         raise _closing()
@@ -231,6 +253,14 @@ async def steps(job: Job, service: Service, usage: Usage) -> AsyncGenerator[Step
         seconds = time.monotonic() - start
         values = (job.id, usage.prompt_tokens, usage.completion_tokens, seconds, reason)
         logger.info("%s: %d prompt tokens, %d answer tokens, %.2f s, %s", *values)
+
+
+def _send_now(tap: Tap[Step], reading: _DeltaReader, delta: Delta) -> bool:
+    """Whether a delta could be sent at once. One that ends an answer is left to `steps`."""
+    if not tap.is_open or delta.finish_reason is not None:
+        return False
+    tap.send(reading.step(delta))
+    return True
 
 
 def _closing() -> ApiError:

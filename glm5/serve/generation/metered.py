@@ -6,7 +6,7 @@ the old one.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,9 @@ from typing import Any, Literal, Self
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import RequestError
 from glm5.config.model import ModelConfig
+from glm5.engine.async_engine import Deltas
 from glm5.engine.defaults import GenerationDefaults
+from glm5.engine.frontend.output_stream import NEVER
 from glm5.engine.frontend.outputs import Delta
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.wire import EngineInfo, Policy
@@ -33,11 +35,13 @@ MAX_LOGGED = 10_000  # characters of a prompt in the log, with --enable-log-requ
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of one request; None is no limit. `seconds`: for generating all of its tokens."""
+    """Limits of one request; None is no limit. `seconds`: for generating all of its tokens. `stream_interval`: the
+    fewest tokens of a streamed chunk, but for the first and the last."""
 
     max_prompt_tokens: int | None = None
     max_output_tokens: int | None = None
     seconds: float | None = None
+    stream_interval: int = 1
 
 
 class MeteredEngine:
@@ -117,14 +121,21 @@ class MeteredEngine:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        streams: bool = True,
         **options: Any,
-    ) -> AsyncIterator[AsyncIterator[Delta]]:
-        """`AsyncEngine.generate` with the cache salt of the tenant."""
+    ) -> "AsyncIterator[_MeteredDeltas]":
+        """`AsyncEngine.generate` with the cache salt of the tenant. Without `streams` an answer has two deltas."""
         tenant, reason = caller(), "abort"
         if self._log_tokenizer is not None:
             logger.info("prompt of %s: %.*r", request_id, MAX_LOGGED, self._log_tokenizer.decode(prompt_ids))
+        if (interval := self.bounds.stream_interval if streams else NEVER) > 1:
+            options["stream_interval"] = interval
         generation = self.engine.generate(
-            prompt_ids, params, request_id=request_id, cache_salt=tenant.salted(cache_salt), **options
+            prompt_ids,
+            params,
+            request_id=request_id,
+            cache_salt=tenant.salted(cache_salt),
+            **options,
         )
         metrics = RequestMetrics(self.metrics, tenant.name, len(prompt_ids), params.n)
         session = call.session if (call := current()) is not None else ""
@@ -180,6 +191,17 @@ class _MeteredDeltas:
     def __init__(self, deltas: AsyncIterator[Delta], metrics: RequestMetrics, seconds: float | None):
         self._deltas, self._metrics, self._seconds = deltas, metrics, seconds
         self._deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+    def divert(self, accept: Callable[[Delta], bool]) -> None:
+        """Give deltas to `accept` as they arrive, if the engine can (`glm5.engine.async_engine.Deltas`)."""
+
+        def metered(delta: Delta) -> bool:
+            if is_accepted := accept(delta):
+                self._metrics.add(delta)
+            return is_accepted
+
+        if isinstance(self._deltas, Deltas):
+            self._deltas.divert = metered
 
     def __aiter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from enum import Enum
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import h11
 from starlette.types import Receive, Scope, Send
@@ -38,6 +38,7 @@ ACCEPTS_AT_ONCE = 8
 # Left for other open files, and for connections accepted before closed ones have freed theirs.
 SPARE_FILES = 48
 IDLE_SECONDS = 75
+BODY = "glm5.body"  # name of the extension of ASGI
 LINGER_SECONDS = 2.0  # before closing on a client that still sends; else it would not read the error response
 _OUT_OF_FILES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -163,7 +164,10 @@ class Connection(H11Protocol):
             super().data_received(data)
 
     def handle_events(self) -> None:
+        cycle = self.cycle
         super().handle_events()
+        if self.cycle is not cycle:  # a new request, whose task has not begun
+            cast("dict[str, Any]", self.scope)["extensions"] = {BODY: Body(self)}
         self._update_wait()
 
     def on_response_complete(self) -> None:
@@ -243,6 +247,28 @@ class Connection(H11Protocol):
         self.transport.write_eof()
         self.flow.resume_reading()
         self._set_wait(Wait.ERROR_READ)
+
+
+class Body:
+    """Writes parts of a response's body to its connection at once: an extension of ASGI (`scope["extensions"][BODY]`).
+
+    A part that goes through `send` passes every middleware and h11, which takes longer than all else that is done for
+    a token. Middleware that reads or changes parts of bodies would not see those that are written here: there is none.
+    Head and end of the response must go through `send`.
+    """
+
+    def __init__(self, connection: Connection):
+        self._cycle, self._transport, self._flow = connection.cycle, connection.transport, connection.flow
+        self._is_chunked = connection.conn.their_http_version == b"1.1"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client can be written to at once: it is there, and reads what it gets."""
+        return not (self._flow.write_paused or self._cycle.disconnected)
+
+    def write(self, part: bytes) -> None:
+        """Only if it `is_open`, and between head and end."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part)
 
 
 class _StrictHttp(h11.Connection):

@@ -11,12 +11,15 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any, Self
+from json.encoder import encode_basestring_ascii
+from time import monotonic
+from typing import Any, Generic, Self, TypeVar
 
 from fastapi.responses import StreamingResponse
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from glm5.serve.http.connections import BODY, Body
 from glm5.serve.http.errors import ApiError, to_api_error
 
 logger = logging.getLogger(__name__)
@@ -35,31 +38,83 @@ def event(content: Mapping[str, Any], name: str | None = None) -> str:
     return data if name is None else f"event: {name}\n{data}"
 
 
+SPACE = "\0glm5\0"  # a text that no answer has, in an event that `Spaced` fills
+
+
+class Spaced:
+    """An event that differs from others only in one text: serialized once, with SPACE for the text."""
+
+    def __init__(self, event: str) -> None:
+        self._parts = event.split(json.dumps(SPACE))
+
+    def filled(self, text: str) -> str:
+        """The event with this text."""
+        return encode_basestring_ascii(text).join(self._parts)
+
+
 def keep_alive_for(user_agent: str) -> str:
     """The keep-alive text that this client can read."""
     return EMPTY_LINE if any(name in user_agent.lower() for name in _READS_LINES) else COMMENT
 
 
+T = TypeVar("T")
+
+
+class Tap(Generic[T]):
+    """Sends parts of a stream past the generator of its events: see `EventStream`. `write` gives a part's events."""
+
+    def __init__(self, write: Callable[[T], str]) -> None:
+        self._write = write
+        self.out: _Out | None = None
+
+    @property
+    def is_open(self) -> bool:
+        out = self.out
+        return out is not None and out.body is not None and out.body.is_open
+
+    def send(self, part: T) -> None:
+        """Only if it `is_open`, while the generator waits."""
+        out = self.out
+        assert out is not None
+        assert out.body is not None
+        if text := self._write(part):
+            out.body.write(text.encode())
+            out.last_sent = monotonic()
+
+
 class EventStream(StreamingResponse):
     """A response that sends complete events. `failed` formats an error as the end of the stream. `ping` is sent when
     nothing else was for a while: by default a comment, or an empty line to clients that cannot read comments. `events`
-    is closed however the response ends."""
+    is closed however the response ends.
+
+    With a `tap`, parts are also sent without a switch to the stream's task: while the generator waits for the next one,
+    everything before has been sent. The tap opens after the first event."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[str, None], *, failed: Callable[[ApiError], str], ping: str | None = None
+        self,
+        events: AsyncGenerator[str, None],
+        *,
+        failed: Callable[[ApiError], str],
+        ping: str | None = None,
+        tap: Tap[Any] | None = None,
     ) -> None:
-        self._events, self._failed, self._ping = events, failed, ping
+        self._events, self._failed, self._ping, self._tap = events, failed, ping, tap
         self._first: asyncio.Task[str | None] | None = None
-        super().__init__(self._with_error(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     @classmethod
     async def begun(
-        cls, events: AsyncGenerator[str, None], *, failed: Callable[[ApiError], str], ping: str | None = None
+        cls,
+        events: AsyncGenerator[str, None],
+        *,
+        failed: Callable[[ApiError], str],
+        ping: str | None = None,
+        tap: Tap[Any] | None = None,
     ) -> Self:
         """A stream whose first event has arrived, or is late. Raises an exception that arrives instead of it."""
-        stream = cls(events, failed=failed, ping=ping)
+        stream = cls(events, failed=failed, ping=ping, tap=tap)
         first = stream._first = asyncio.ensure_future(_next(events))
         try:
             await asyncio.wait({first}, timeout=PING_SECONDS)
@@ -71,57 +126,78 @@ class EventStream(StreamingResponse):
         return stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop, sending = asyncio.get_running_loop(), asyncio.Lock()
+        out = _Out(send, scope.get("extensions", {}).get(BODY))
         ping = self._ping or keep_alive_for(Headers(scope=scope).get("user-agent", ""))
-        last_sent = loop.time()
-
-        async def send_one(message: Any) -> None:
-            nonlocal last_sent
-            async with sending:
-                await send(message)
-                last_sent = loop.time()
-
-        async def keep_alive() -> None:
-            message = {"type": "http.response.body", "body": ping.encode(), "more_body": True}
-            while True:
-                await asyncio.sleep(max(0.0, last_sent + PING_SECONDS - loop.time()))
-                if loop.time() >= last_sent + PING_SECONDS and not sending.locked():
-                    await send_one(message)
-
         pinger: asyncio.Task[None] | None = None
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            pinger = asyncio.create_task(keep_alive())
-            async for event in self.body_iterator:
-                body = event.encode() if isinstance(event, str) else bytes(event)
-                await send_one({"type": "http.response.body", "body": body, "more_body": True})
+            pinger = asyncio.create_task(out.keep_alive(ping.encode()))
+            try:
+                if self._first is not None and (event := await self._first) is not None:
+                    await out.write(event.encode())
+                if self._tap is not None:
+                    self._tap.out = out
+                async for event in self._events:
+                    if out.is_open:
+                        out.write_now(event.encode())
+                    else:
+                        await out.write(event.encode())
+            except Exception as error:  # noqa: BLE001 - logged, and told to the client
+                await out.write(self._end_of(error).encode())
             pinger.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            if self._tap is not None:
+                self._tap.out = None
             if pinger is not None:
                 pinger.cancel()
             await self._close()
 
-    async def _with_error(self) -> AsyncGenerator[str, None]:
-        """The events; an exception becomes the last event."""
-        try:
-            if self._first is not None and (event := await self._first) is not None:
-                yield event
-            async for event in self._events:
-                yield event
-        except Exception as error:
-            api_error = to_api_error(error)
-            if api_error.code == "internal_error":
-                logger.exception("internal error in a stream")
-            else:
-                logger.warning("%s", api_error.message)
-            yield self._failed(api_error)
+    def _end_of(self, error: Exception) -> str:
+        """The last event of a stream that fails."""
+        api_error = to_api_error(error)
+        if api_error.code == "internal_error":
+            logger.error("internal error in a stream", exc_info=error)
+        else:
+            logger.warning("%s", api_error.message)
+        return self._failed(api_error)
 
     async def _close(self) -> None:
         if self._first is not None and not self._first.done():
             self._first.cancel()
             await asyncio.wait({self._first})
         await self._events.aclose()
+
+
+class _Out:
+    """Sends parts of a body, past the middleware if the server offers it. A client that does not read is waited for."""
+
+    def __init__(self, send: Send, body: Body | None) -> None:
+        self._send, self.body = send, body
+        self._sending = asyncio.Lock()
+        self.last_sent = monotonic()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part can be written without waiting."""
+        return self.body is not None and self.body.is_open
+
+    def write_now(self, part: bytes) -> None:
+        assert self.body is not None
+        self.body.write(part)
+        self.last_sent = monotonic()
+
+    async def write(self, part: bytes) -> None:
+        async with self._sending:
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            self.last_sent = monotonic()
+
+    async def keep_alive(self, ping: bytes) -> None:
+        """Send pings for ever, each after a time without other parts."""
+        while True:
+            await asyncio.sleep(max(0.0, self.last_sent + PING_SECONDS - monotonic()))
+            if monotonic() >= self.last_sent + PING_SECONDS:
+                await self.write(ping)
 
 
 async def _next(events: AsyncGenerator[str, None]) -> str | None:

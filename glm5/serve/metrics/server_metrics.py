@@ -188,19 +188,22 @@ class RequestMetrics:
         metrics.tenant_tokens.add(num_prompt, key, "prompt")
 
     def add(self, delta: Delta) -> None:
-        """Record a step of an answer."""
-        metrics, index, now = self.metrics, delta.index, delta.arrived
+        """Record what steps added to an answer."""
+        metrics, index = self.metrics, delta.index
         if delta.token_ids:
-            if self._first is None:
-                self._first = now
-                self._note_first(delta)
-            if index in self._began:
-                metrics.inter_token.observe(now - self._last[index])
-            self._began.setdefault(index, now)
-            self._last[index] = now
-            self._num_tokens[index] += len(delta.token_ids)
-            self.num_generated += len(delta.token_ids)
-            metrics.generated.add(len(delta.token_ids))
+            for now in (delta.arrived,) if delta.arrivals is None else delta.arrivals:
+                if index in self._began:
+                    metrics.inter_token.observe(now - self._last[index])
+                else:
+                    self._began[index] = now
+                    if self._first is None:
+                        self._first = now
+                        self._note_first(delta)
+                self._last[index] = now
+            count = len(delta.token_ids)
+            self._num_tokens[index] += count
+            self.num_generated += count
+            metrics.generated.add(count)
         if delta.finish_reason is not None:
             self._end_answer(index, delta.finish_reason)
 

@@ -12,14 +12,14 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
-from glm5.serve.generation.job import Job, Usage, check, steps
+from glm5.serve.generation.job import Job, Step, Usage, check, steps
 from glm5.serve.generation.prompting import Conversation, build_prompt
 from glm5.serve.generation.sampling_fields import fit
 from glm5.serve.generation.thinking import template_kwargs
 from glm5.serve.http.body import body_of, described, documented
 from glm5.serve.http.call import caller
 from glm5.serve.http.errors import ApiError, named
-from glm5.serve.http.sse import EventStream, event
+from glm5.serve.http.sse import EventStream, Tap, event
 from glm5.serve.responses.answer import ResponseAnswer, WireEvent
 from glm5.serve.responses.body import ResponsesBody
 from glm5.serve.responses.items import items_of, messages_of, references_of
@@ -45,7 +45,8 @@ async def responses(
     answer = ResponseAnswer(job.id, body.model or service.model_names[0], body, job.params, job.reader)
     turn = _Turn(job, answer, input_, service)
     if body.stream:
-        return await EventStream.begun(_written(turn.events()), failed=turn.failed)
+        tap = Tap(turn.written)
+        return await EventStream.begun(_events(turn, tap), failed=turn.failed, tap=tap)
     async with aclosing(turn.events()) as found:
         async for _ in found:
             pass
@@ -117,23 +118,32 @@ class _Turn:
     def __init__(self, job: Job, answer: ResponseAnswer, input_: "_Input", service: Service) -> None:
         self._job, self._answer, self._input = job, answer, input_
         self._service, self._tenant = service, caller().name
+        self._usage = Usage(len(job.prompt_ids))
 
-    async def events(self) -> AsyncGenerator[WireEvent, None]:
-        usage, shared = Usage(len(self._job.prompt_ids)), self._service.shared
+    async def events(self, tap: Tap[Step] | None = None) -> AsyncGenerator[list[WireEvent], None]:
+        """The events of each step; `tap` gets what can be sent at once."""
+        shared = self._service.shared
         if self._answer.body.store:
             await shared.keep(self._tenant, self._stored())
         try:
-            async with aclosing(steps(self._job, self._service, usage)) as found:  # a lost connection aborts
+            async with aclosing(steps(self._job, self._service, self._usage, tap)) as found:  # a lost connection aborts
                 async for step in found:
-                    events = [*self._answer.events(step, usage)]
+                    events = self.read(step)
                     if self._answer.body.store and self._answer.response["status"] != "in_progress":
                         # Before the client knows, which may ask for it at once.
                         await shared.replace(self._tenant, self._stored())
-                    for each in events:
-                        yield each
+                    yield events
         finally:
             if self._answer.response["status"] == "in_progress":  # the client has disconnected, or the request failed
                 shared.discard(self._tenant, self._job.id)
+
+    def written(self, step: Step) -> str:
+        """The events of a step, as they are sent."""
+        return _text(self.read(step))
+
+    def read(self, step: Step) -> list[WireEvent]:
+        """Add a step to the response."""
+        return list(self._answer.events(step, self._usage))
 
     def failed(self, error: ApiError) -> str:
         """The last events of a stream that fails after its status line was sent."""
@@ -144,10 +154,15 @@ class _Turn:
         return Stored(response, input_.items, input_.earlier, input_.size + len(json.dumps(response)))
 
 
-async def _written(events: AsyncGenerator[WireEvent, None]) -> AsyncGenerator[str, None]:
-    async with aclosing(events) as found:
-        async for each in found:
-            yield event(each, each["type"])
+async def _events(turn: _Turn, tap: Tap[Step]) -> AsyncGenerator[str, None]:
+    async with aclosing(turn.events(tap)) as found:
+        async for events in found:
+            if text := _text(events):
+                yield text
+
+
+def _text(events: list[WireEvent]) -> str:
+    return "".join([event(each, each["type"]) for each in events])
 
 
 def _prepare(
@@ -175,7 +190,7 @@ def _prepare(
             skip_special_tokens=bool(body.skip_special_tokens),
         )
     options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
-    job = Job(f"resp_{uuid.uuid4().hex}", prompt.ids, params, options, prompt.reader, names)
+    job = Job(f"resp_{uuid.uuid4().hex}", prompt.ids, params, options, prompt.reader, names, streams=body.stream)
     size = len(json.dumps(items)) + (0 if previous is None else previous.size)
     return job, _Input(items, earlier, size)
 

@@ -69,7 +69,7 @@ class PartialAnswer:
             self._take_logprobs(step)
             self._take_version(step)
             self._num_tokens += len(step.token_ids)
-            self._num_steps += bool(step.token_ids)
+            self._num_steps += step.num_steps
         if step.finish_reason is not None:
             self._ending = self._end(step)
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -19,7 +20,7 @@ from glm5.serve.generation.sampling_fields import context_exceeded, fit
 from glm5.serve.http.body import body_of, described, log_unknown
 from glm5.serve.http.call import caller
 from glm5.serve.http.errors import named
-from glm5.serve.http.sse import DONE, EventStream
+from glm5.serve.http.sse import DONE, EventStream, Tap
 from glm5.serve.service.service import Service, get_service
 from glm5.serve.sglang.answer import Answers, PromptSpec
 from glm5.serve.sglang.body import DEFAULT_LENGTH, AbortBody, GenerateBody, LogprobRange, SamplingOptions, TextOrIds
@@ -36,7 +37,9 @@ async def generate(
     await check_all(jobs, service)
     usages = [Usage(len(job.prompt_ids)) for job in jobs]
     if body.stream:
-        return await EventStream.begun(_events(jobs, service, usages, answers, is_list=is_list), failed=failed)
+        write = partial(_event, usages, answers, is_list=is_list)
+        tap = Tap[Step](partial(write, 0)) if len(jobs) == 1 else None
+        return await EventStream.begun(_events(_steps(jobs, service, usages, tap), write), failed=failed, tap=tap)
     async with aclosing(_steps(jobs, service, usages)) as found:
         async for number, step in found:
             answers.take(number, step, usages[number].cached_tokens)
@@ -72,7 +75,8 @@ def _prepare(body: GenerateBody, service: Service) -> tuple[list[Job], Answers, 
             params = _params(body, sampling, some, ids, service)
         # In SGLang a higher number means a higher priority.
         more = Options(priority=-body.priority, cache_salt=salt, routed_experts=body.return_routed_experts)
-        jobs.append(Job(name, ids, params, more, names=known_as | {"routed_experts": "return_routed_experts"}))
+        known_as["routed_experts"] = "return_routed_experts"
+        jobs.append(Job(name, ids, params, more, names=known_as, streams=body.stream))
         spec = PromptSpec(name, ids, some, omits_output=sampling.max_new_tokens == 0)
         specs.append(
             replace(
@@ -118,19 +122,26 @@ def _ids_of(prompt: TextOrIds, service: Service) -> Sequence[int]:
         raise RequestError(str(error), "text") from None
 
 
-def _steps(jobs: Sequence[Job], service: Service, usages: Sequence[Usage]) -> AsyncGenerator[tuple[int, Step], None]:
-    return merged([steps(job, service, usage) for job, usage in zip(jobs, usages, strict=True)])
+def _steps(
+    jobs: Sequence[Job], service: Service, usages: Sequence[Usage], tap: Tap[Step] | None = None
+) -> AsyncGenerator[tuple[int, Step], None]:
+    return merged([steps(job, service, usage, tap) for job, usage in zip(jobs, usages, strict=True)])
 
 
 async def _events(
-    jobs: Sequence[Job], service: Service, usages: Sequence[Usage], answers: Answers, *, is_list: bool
+    parts: AsyncGenerator[tuple[int, Step], None], write: Callable[[int, Step], str]
 ) -> AsyncGenerator[str, None]:
-    async with aclosing(_steps(jobs, service, usages)) as found:
+    async with aclosing(parts) as found:
         async for number, step in found:
-            place = answers.take(number, step, usages[number].cached_tokens)
-            if not (step.text or step.token_ids or step.finish_reason):
-                continue
-            written = answers.written(place)
-            place_in_list = f', "index": {place}}}' if is_list else "}"
-            yield f"data: {written[:-1]}{place_in_list}\n\n"
+            if text := write(number, step):
+                yield text
     yield DONE
+
+
+def _event(usages: Sequence[Usage], answers: Answers, number: int, step: Step, *, is_list: bool) -> str:
+    """The event of a step of prompt `number`, or an empty text."""
+    place = answers.take(number, step, usages[number].cached_tokens)
+    if not (step.text or step.token_ids or step.finish_reason):
+        return ""
+    place_in_list = f', "index": {place}}}' if is_list else "}"
+    return f"data: {answers.written(place)[:-1]}{place_in_list}\n\n"

@@ -47,7 +47,7 @@ def _prepare(body: GenerateBody, service: Service) -> tuple[Job, Sampling]:
         params = sampling.params(room)
     options = Options(priority=body.priority, cache_salt=body.cache_salt, routed_experts=service.routed_experts)
     name = answer_id("generate-tokens-", body.request_id)
-    return Job(name, body.token_ids, params, options, names=NAMES, processed=True), sampling
+    return Job(name, body.token_ids, params, options, names=NAMES, processed=True, streams=body.stream), sampling
 
 
 async def _events(job: Job, service: Service, answer: GenerateAnswer, usage: Usage) -> AsyncGenerator[str, None]:

@@ -32,6 +32,7 @@ from tests.support.checkpoints import edit_tensors
 from tests.support.models import random_model
 from tests.support.rounding import logit_rounding
 from tests.support.running import check_logprobs, experts_of
+from tests.support.updates import updates_of
 
 # Largest difference of a log-probability from the model's own, another order of sums, at temperatures from 0.7.
 LOGPROB_BUDGET = logit_rounding(preset("tiny"), temperature=0.7)
@@ -67,7 +68,7 @@ class Session:
         for _ in range(count):
             for message in self.core.step():
                 if isinstance(message, Updates):
-                    for update in message.updates:
+                    for update in updates_of(message):
                         assert update.error is None
                         self.updates[update.seq_id].append(update)
                 else:

@@ -137,8 +137,11 @@ class TestAborts:
         requested = []
         for i, prompt in enumerate(self.PROMPTS):
             params = SAMPLED.but(n=2, max_tokens=None) if i == 2 else GREEDY
-            request = inline.client.submit(prompt, params, Options(), lambda _, delta, i=i: gained[i].append(delta))
-            requested.append(request)
+
+            def note(_, stream, i=i):
+                gained[i] += stream.take()
+
+            requested.append(inline.client.submit(prompt, params, Options(), note))
         for _ in range(num_turns):
             inline.client.pump(0.1)
         for i in (0, 2, 3):

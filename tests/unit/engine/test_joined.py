@@ -25,7 +25,7 @@ from glm5.engine.transport.wire import (
     first_id,
     sender_of,
 )
-from tests.support.core_driver import CoreDriver, Heard
+from tests.support.core_driver import CoreDriver, ReceivedAnswer
 from tests.support.cores import scripted_start
 
 PLAIN = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -145,11 +145,11 @@ def test_the_core_aborts_what_a_client_left():
     (kept,) = driver.ask(8, max_tokens=20)
     ids = (first_id(5), first_id(5) + 1)
     message = AddRequest(ids, driver.prompt(8, 1), SamplingParams(), (1, 2), 50)
-    driver.heard |= {seq_id: Heard(message, 1) for seq_id in ids}
+    driver.received |= {seq_id: ReceivedAnswer(message, 1) for seq_id in ids}
     driver.core.receive(message)
     driver.turn(3)
     driver.core.receive(Leave(5))
     driver.run()
     driver.check(kept)
-    assert [driver.heard[seq_id].reason for seq_id in ids] == ["abort", "abort"]
+    assert [driver.received[seq_id].reason for seq_id in ids] == ["abort", "abort"]
     driver.check_empty()

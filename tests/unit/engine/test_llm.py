@@ -143,7 +143,10 @@ def test_decoding_goes_on_while_a_long_prompt_is_computed(make_llm, rng):
     arrived = []
 
     def ask(prompt, name):
-        client.submit(prompt, GREEDY.but(max_tokens=40), Options(), lambda *_: arrived.append(name))
+        def note(_, stream):
+            arrived.extend([name] * len(stream.take()))
+
+        client.submit(prompt, GREEDY.but(max_tokens=40), Options(), note)
         while name not in arrived:
             client.pump(0.1)
 

@@ -6,6 +6,7 @@ Tokens in and out, log-probabilities, weight versions, routed experts, pause, sl
 import asyncio
 import os
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -153,9 +154,11 @@ class Load:
         self.llm, self.prompts = llm, prompts
         self.gained = [[] for _ in prompts]
         self.requests = [
-            llm.client.submit(prompt, ENDLESS, Options(), lambda _, delta, i=i: self.gained[i].append(delta))
-            for i, prompt in enumerate(prompts)
+            llm.client.submit(prompt, ENDLESS, Options(), partial(self._gain, i)) for i, prompt in enumerate(prompts)
         ]
+
+    def _gain(self, i, _, item):
+        self.gained[i] += [item] if isinstance(item, EngineDead) else item.take()
 
     def tokens(self, i):
         return [token for delta in self.gained[i] for token in delta.token_ids]

@@ -77,12 +77,13 @@ def test_requests_that_want_no_drafts_cost_none():
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     received = []
     with LLM(random_model(1), num_speculative_tokens=DEPTH, max_num_seqs=4) as llm:
+        options = Options(num_speculative_tokens=0)
         for prompt in ([5, 6, 7], [8, 9]):
-            llm.client.submit(prompt, params, Options(num_speculative_tokens=0), lambda *item: received.append(item))
+            llm.client.submit(prompt, params, options, lambda _, stream: received.extend(stream.take()))
         while llm.client.num_unfinished:
             llm.client.pump(0.1)
         assert sum(llm.stats()["speculation"]["drafted"]) == 0
-    assert sum(len(delta.token_ids) for _, delta in received) == 16
+    assert sum(len(delta.token_ids) for delta in received) == 16
 
 
 def test_without_drafts_it_is_refused():
