@@ -12,11 +12,13 @@ DATES = {
     "chat/jinja.py",  # the day that a template tells the model
     "engine/tiers/disk.py",  # stamps of files, which several processes compare; one's own always grow
     "engine/tiers/folder.py",  # their age: an unfinished one that goes too soon is written again
+    "engine/transport/kv_events.py",  # when a batch was sent, for whoever reads it
     "kernels/native_code.py",  # the age of an unfinished library's folder
     "serve/chat/answer.py",  # `created` of answers, as the API has it
     "serve/completions/answer.py",
     "serve/responses/answer.py",
     "serve/service/service.py",
+    "serve/sglang/loads.py",  # when the figures were read
 }
 
 

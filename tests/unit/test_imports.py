@@ -18,7 +18,7 @@ ROOT = REPO / "glm5"
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # What a folder may import besides the dependencies of a bare install. A kernel in Triton is a file of its own, which is
 # imported where it is launched.
-EXTRAS = {"serve": ("serve",), "demo": ("demo",), "kernels": ("gpu",), "bench": ("gpu",)}
+EXTRAS = {"serve": ("serve",), "adapters": ("serve",), "demo": ("demo",), "kernels": ("gpu",), "bench": ("gpu",)}
 SOURCES = sorted(ROOT.rglob("*.py"))
 
 

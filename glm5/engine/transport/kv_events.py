@@ -25,6 +25,7 @@ import zmq
 from glm5.common.errors import ConfigError
 from glm5.config.kv_events import KvEventsConfig
 from glm5.engine.cache.changes import Change, Cleared, Place, Removed, Stored
+from glm5.engine.transport.wire import KvEventSource
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +68,6 @@ class EventBatch(msgspec.Struct, array_like=True):
     ts: float
     events: list[Event]
     data_parallel_rank: int
-
-
-class KvEventSource(msgspec.Struct):
-    """Where subscribers find the events; hosts may be wildcards."""
-
-    endpoint: str
-    replay_endpoint: str | None
-    topic: str
 
 
 def block_hash(digest: bytes) -> int:

@@ -11,7 +11,6 @@ import msgspec
 from glm5.common.log import Style
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.scheduler.plan import EndReason
-from glm5.engine.transport.kv_events import KvEventSource
 
 INBOX, OUTBOX = "to-engine", "to-client"  # names of the two sockets, in a folder of the engine's
 _ID_BITS = 40  # of an id within its client
@@ -274,6 +273,14 @@ class Answer(msgspec.Struct, tag=True):
     result: dict[str, Any] = {}
     error: str | None = None
     kind: str = "GlmError"
+
+
+class KvEventSource(msgspec.Struct):
+    """Where subscribers find events of the KV cache; hosts may be wildcards."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
 
 
 class EngineInfo(msgspec.Struct):

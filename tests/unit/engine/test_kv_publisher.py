@@ -147,7 +147,7 @@ def test_wrong_settings(given, message):
 
 def test_the_flag_names_the_nearest_key():
     args = parse(["serve", "model", "--kv-events-config", '{"enable_kv_cache_event": true}'])
-    with pytest.raises(UsageError, match=r"--kv-events-config: got 'enable_kv_cache_event'; .* enable_kv_cache_ev"):
+    with pytest.raises(UsageError, match=r"--kv-events-config: got 'enable_kv_cache_event'; .* mean enable_kv_"):
         read(ServeConfig, args)
     args = parse(["serve", "model", "--kv-events-config.endpoint", "tcp://*:5557"])
     with pytest.raises(UsageError, match=r"--kv-events-config.enable_kv_cache_events: got None; allowed: true, to"):

@@ -10,7 +10,7 @@ from glm5.common.errors import EngineDead
 from glm5.config.presets import preset
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
-from glm5.engine.transport.kv_events import KvEventSource
+from glm5.engine.transport.wire import KvEventSource
 from glm5.serve.metrics.server_metrics import Rate
 from glm5.serve.vllm.info import reachable
 from tests.support import engines
