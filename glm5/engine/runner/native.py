@@ -1,6 +1,8 @@
 """Decoder layers in native code: a small float32 model on a CPU. Parameters stay where they are and what they are.
 
-A row's result does not depend on the rows beside it, bit for bit: deterministic mode costs nothing here.
+Native code has copies of the matrices, in the order in which its products read them: other weights are to be announced
+(`parameters_moved`). A row's result does not depend on the rows beside it, bit for bit: deterministic mode costs nothing
+here.
 """
 
 from typing import Any, cast
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from glm5.config.model import ModelConfig
 from glm5.engine.runner.inputs.view import StepView
 from glm5.kernels import cpu_layer
-from glm5.kernels.cpu_layer import Constants, CpuLayer, Sizes, Weights, available
+from glm5.kernels.cpu_layer import Constants, CpuLayer, PackedLinear, Sizes, Weights, available
 from glm5.model.block import DecoderLayer
 from glm5.model.glm5 import Glm5
 from glm5.model.indexer import K_NORM_EPS
@@ -40,9 +42,21 @@ def use_native(model: Glm5) -> bool:
 
 
 def parameters_moved(model: Glm5) -> None:
-    """To be called when parameters may lie elsewhere in memory than before."""
+    """To be called when parameters may have other values than before, or lie elsewhere in memory."""
     if any(layer.impl is not None for layer in _layers(model)):
         use_native(model)
+
+
+def release(model: Glm5) -> int:
+    """Drop what native code has of the weights, until `parameters_moved`; the bytes that it had."""
+    num_bytes = 0
+    for module in model.modules():
+        if isinstance(module, NativeLinear) and module.packed is not None:
+            num_bytes += module.packed.num_bytes
+            module.packed = None
+        elif isinstance(module, DecoderLayer) and isinstance(module.impl, NativeLayer):
+            num_bytes += module.impl.release()
+    return num_bytes
 
 
 def _layers(model: Glm5) -> list[DecoderLayer]:
@@ -58,6 +72,8 @@ def _replace(parent: nn.Module, name: str) -> None:
         setattr(parent, name, NativeNorm(module))
     elif isinstance(module, Linear):
         setattr(parent, name, NativeLinear(module))
+    elif isinstance(module, NativeLinear):
+        module.pack()
 
 
 class NativeNorm(nn.Module):
@@ -77,9 +93,14 @@ class NativeLinear(nn.Module):
     def __init__(self, linear: Linear):
         super().__init__()
         self.weight = linear.weight
+        self.pack()
+
+    def pack(self) -> None:
+        self.packed: PackedLinear | None = PackedLinear(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return cpu_layer.linear(x, self.weight)
+        assert self.packed is not None
+        return self.packed(x)
 
 
 class NativeLayer:
@@ -106,7 +127,12 @@ class NativeLayer:
             norm_weights=cfg.norm_topk_prob,
         )
         constants = Constants(cfg.rms_norm_eps, cfg.lora_norm_eps, K_NORM_EPS, cfg.routed_scaling_factor)
-        self._run = CpuLayer(sizes, constants, _weights(layer))
+        self._run: CpuLayer | None = CpuLayer(sizes, constants, _weights(layer))
+
+    def release(self) -> int:
+        num_bytes = 0 if self._run is None else self._run.num_bytes
+        self._run = None
+        return num_bytes
 
     def __call__(
         self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
@@ -115,6 +141,7 @@ class NativeLayer:
             return None
         if (keys := view.host_keys(self.layer_idx)) is None:
             return None
+        assert self._run is not None
         given_TK = None if selection is None else selection.keys_TK
         y_TD, keys_TK = self._run(x_TD, rope.turn_TR2, keys, given_TK, is_given=selection is not None)
         return y_TD, Selection(keys_TK) if selection is None else selection
