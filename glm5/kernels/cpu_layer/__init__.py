@@ -1,4 +1,4 @@
-"""A decoder layer on a CPU in one call of native code (layer.cpp), and the norms and linear layers around it.
+"""Decoder layers on a CPU in one call of native code (layer.cpp), and the norms and linear layers around them.
 
 For small models, a layer in torch is a hundred ops of a few microseconds each, most of it overhead. The native layer
 computes the model's layer (model spec, section 3) in float32; tests compare it with the torch layers. The result of a
@@ -7,7 +7,7 @@ who changes the weights makes others.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,6 @@ from glm5.kernels.cpu_layer.packed import pack, panels
 from glm5.kernels.cpu_layer.structs import (
     Constants,
     LayerStruct,
-    Packed,
     PoolStruct,
     Sizes,
     StepStruct,
@@ -32,15 +31,14 @@ from glm5.kernels.dispatch import refuse_gradient
 
 __all__ = [
     "Constants",
-    "CpuLayer",
+    "CpuLayers",
     "HostKeys",
-    "HostPool",
+    "HostPools",
     "HostStep",
     "PackedLinear",
     "Sizes",
     "Weights",
     "available",
-    "host_pool",
     "identity",
     "library",
     "num_threads",
@@ -48,7 +46,6 @@ __all__ = [
     "set_threads",
 ]
 
-HostPool = PoolStruct
 _threads = 1
 _SOURCE = Path(__file__).parent / "layer.cpp"
 _WITHOUT = "layers run on torch, at a third to half of the rate"  # docs/bench.md
@@ -101,21 +98,29 @@ class HostStep:
         )
 
 
+class HostPools:
+    """Latents and index keys (None without an indexer) of every layer: float32 pools [P, Z, width] in host memory, with
+    any distance between pages and between rows."""
+
+    def __init__(self, latents: Sequence[Tensor], index_keys: Sequence[Tensor | None]):
+        self.latents = (PoolStruct * len(latents))(*map(_pool, latents))
+        self.index_keys = (PoolStruct * len(latents))(*map(_pool, index_keys))
+
+
 class HostKeys(NamedTuple):
-    """The keys of a layer: the step, latents, index keys (None without an indexer), and whether every row sees so few
-    keys that all are selected."""
+    """The keys of a step, and whether every row sees so few that all are selected."""
 
     step: HostStep
-    latents: HostPool
-    index_keys: HostPool | None
+    pools: HostPools
     sees_few: bool
 
 
-def host_pool(pool_PZX: Tensor) -> HostPool:
-    """A float32 pool [P, Z, width] in host memory, which may be strided by page and by row."""
+def _pool(pool_PZX: Tensor | None) -> PoolStruct:
+    if pool_PZX is None:
+        return PoolStruct(None, 0, 0)
     if not (pool_PZX.is_cpu and pool_PZX.dtype == torch.float32 and pool_PZX.stride(2) == 1):
         raise ValueError(f"native layers need float32 rows in host memory, got {pool_PZX.dtype} on {pool_PZX.device}")
-    return HostPool(pool_PZX.data_ptr(), pool_PZX.stride(0), pool_PZX.stride(1))
+    return PoolStruct(pool_PZX.data_ptr(), pool_PZX.stride(0), pool_PZX.stride(1))
 
 
 class PackedLinear:
@@ -152,47 +157,61 @@ def _native() -> ctypes.CDLL:
     native = library()
     if native is None:
         raise ValueError("native layers need a C++ compiler; use the torch layers")
-    at, count, structs = ctypes.c_void_p, ctypes.c_int32, (LayerStruct, StepStruct, PoolStruct, PoolStruct)
-    native.glm5_layer.argtypes = [*map(ctypes.POINTER, structs), at, count, at, at, at]
+    at, count = ctypes.c_void_p, ctypes.c_int32
+    layers, step, pools = (ctypes.POINTER(kind) for kind in (LayerStruct, StepStruct, PoolStruct))
+    native.glm5_layers.argtypes = [layers, count, step, pools, pools, count, at, count, at, at, at]
     native.glm5_linear.argtypes = [at, at, count, count, count, count, at]
     native.glm5_norm.argtypes = [at, at, count, count, ctypes.c_float, at]
     return native
 
 
-class CpuLayer:
-    """A layer over copies of torch's weights. Raises TrainingError if a gradient is required."""
+class CpuLayers:
+    """Layers, one after the other, over copies of torch's weights, which may be changed then. Raises TrainingError if a
+    gradient is required."""
 
-    def __init__(self, sizes: Sizes, constants: Constants, weights: Weights[Tensor]):
+    def __init__(self, sizes: Sequence[Sizes], constants: Constants, weights: Sequence[Weights[Tensor]]):
         native = _native()
-        self._run: Callable[..., Any] = native.glm5_layer
-        self._weights, self._top_k = weights, sizes.index_topk
-        self._packed: Packed = pack(sizes, weights, native.glm5_panel(), native.glm5_lanes())
-        self._layer = layer_struct(sizes, constants, self._packed)
+        self._run: Callable[..., Any] = native.glm5_layers
+        self._weights, self._top_k = tuple(weights), sizes[0].index_topk
+        places = native.glm5_panel(), native.glm5_lanes()
+        self._packed = [pack(size, weight, *places) for size, weight in zip(sizes, weights, strict=True)]
+        structs = [layer_struct(size, constants, part) for size, part in zip(sizes, self._packed, strict=True)]
+        self._layers = (LayerStruct * len(structs))(*structs)
 
     @property
     def num_bytes(self) -> int:
         """Of the copies."""
-        given = {id(part) for part in self._weights}
-        return sum(part.nbytes for part in self._packed if part is not None and id(part) not in given)
+        given = {id(part) for weights in self._weights for part in weights}
+        parts = [part for packed in self._packed for part in packed if part is not None and id(part) not in given]
+        return sum(part.nbytes for part in parts)
 
     def __call__(
-        self, x_TD: Tensor, turn_TR2: Tensor, keys: HostKeys, selected_TK: Tensor | None, *, is_given: bool
+        self,
+        x_TD: Tensor,
+        turn_TR2: Tensor,
+        keys: HostKeys,
+        first: int,
+        selected_TK: Tensor | None,
+        *,
+        is_given: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output [T, D] and the selected keys, int32 [T, index_topk], or None for all visible ones.
-        `turn_TR2`: cos + i sin of RoPE, complex64. `selected_TK`: another layer's selection if `is_given`."""
-        refuse_gradient("a native layer", x_TD, self._weights)
+        """The last layer's output [T, D] and the keys that it selected or was given, int32 [T, index_topk], or None for
+        all visible ones. `turn_TR2`: cos + i sin of RoPE, complex64. `first`: the pool of the first layer.
+        `selected_TK`: a selection for the first layer if `is_given`; later layers without an indexer take the one
+        before."""
+        refuse_gradient("a native layer", x_TD, *self._weights)
         x_TD = x_TD.contiguous()
         if not is_given and not keys.sees_few:
             selected_TK = torch.empty(len(x_TD), self._top_k, dtype=torch.int32)
         elif selected_TK is not None:
             selected_TK = selected_TK.contiguous()
         y_TD = torch.empty_like(x_TD)
-        step, latents, index_keys, _ = keys
+        where = keys.step.struct, keys.pools.latents, keys.pools.index_keys, first
         given = None if selected_TK is None else selected_TK.data_ptr(), is_given
         rows = turn_TR2.data_ptr(), x_TD.data_ptr(), y_TD.data_ptr()
         # A `record_function` takes as long as a norm.
         profiled = torch.autograd.profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
-        with torch.profiler.record_function("glm5::decoder_layer") if profiled else nullcontext():
-            if self._run(self._layer, step.struct, latents, index_keys, *given, *rows):
+        with torch.profiler.record_function("glm5::decoder_layers") if profiled else nullcontext():
+            if self._run(self._layers, len(self._layers), *where, *given, *rows):
                 raise MemoryError("native layers: out of memory")
         return y_TD, selected_TK

@@ -1,4 +1,4 @@
-// One decoder layer in one call: x += attention(norm(x)); x += mlp(norm(x)). And the norms and products around it.
+// Decoder layers in one call: x += attention(norm(x)); x += mlp(norm(x)). And the norms and products around them.
 //
 // A row is computed in the same order whatever stands beside it, so its bits depend neither on the batch nor on threads.
 
@@ -53,7 +53,7 @@ static void norm_rows(const float* x, const float* weight, int rows, int width, 
 
 class Call {
    public:
-    Call(const Layer& layer, const Step& step, const Pool& latents, const Pool* index_keys, const Selection& selection,
+    Call(const Layer& layer, const Step& step, const Pool& latents, const Pool& index_keys, const Selection& selection,
          const float* turn, const float* x, float* y)
         : layer(layer), step(step), latents(latents), index_keys(index_keys), selection(selection), turn(turn), x(x), y(y) {
         selects = layer.index_q && !selection.is_given;
@@ -72,7 +72,7 @@ class Call {
     const Layer& layer;
     const Step& step;
     const Pool& latents;
-    const Pool* index_keys;
+    const Pool& index_keys;
     const Selection selection;
     const float *turn, *x;
     float* y;
@@ -101,7 +101,7 @@ class Call {
             std::memcpy(latent + K, kv + K, R * sizeof(float));
             rotate(latent + K, turned_by, R);
             if (!selects) continue;
-            float* key = index_keys->place(step, row);
+            float* key = index_keys.place(step, row);
             layer_norm(index_key, layer.index_k_weight, layer.index_k_bias, layer.index_dim, layer.index_eps, key);
             rotate(key, turned_by, R);
         }
@@ -112,7 +112,7 @@ class Call {
         Scratch& room = scratch();
         if (selects && selection.keys) select(first, end, room);
         float* to = y + int64_t(first) * D;
-        std::memcpy(to, x + int64_t(first) * D, int64_t(rows) * D * sizeof(float));
+        if (x != y) std::memcpy(to, x + int64_t(first) * D, int64_t(rows) * D * sizeof(float));
         attention(first, end, room, to);
         float* normed = sized(room.x, int64_t(rows) * D);
         norm_rows(to, layer.post_norm, rows, D, layer.eps, normed);
@@ -130,7 +130,7 @@ class Call {
             rotate_lanes(q, turn + int64_t(row) * layer.rope, layer.rope, lanes);
             const float* weight = inputs + int64_t(row + 1) * input_width - layer.index_heads;
             for (int head = 0; head < lanes; ++head) w[head] = head < layer.index_heads ? weight[head] * scale : 0;
-            select_keys(layer, step, *index_keys, row, q, w, room.logits, room.order,
+            select_keys(layer, step, index_keys, row, q, w, room.logits, room.order,
                         selection.keys + int64_t(row) * layer.index_topk);
         }
     }
@@ -195,12 +195,20 @@ extern "C" int glm5_panel() { return glm5::PANEL; }
 // Lanes of a vector.
 extern "C" int glm5_lanes() { return glm5::LANES; }
 
-// x [T, hidden] to y [T, hidden]. Rows are written to the pools; `selected` is read or filled. 1: out of memory.
-extern "C" int glm5_layer(const glm5::Layer* layer, const glm5::Step* step, const glm5::Pool* latents,
-                          const glm5::Pool* index_keys, int32_t* selected, int32_t is_given, const float* turn,
-                          const float* x, float* y) {
+// Layers one after the other, x [T, hidden] to y [T, hidden]. Rows are written to the pools, of which the first layer's is
+// number `first`. `selected` is filled by layers with an indexer and read by those without; by the first one, too, if it
+// `is_given`. 1: out of memory.
+extern "C" int glm5_layers(const glm5::Layer* layers, int32_t count, const glm5::Step* step, const glm5::Pool* latents,
+                           const glm5::Pool* index_keys, int32_t first, int32_t* selected, int32_t is_given,
+                           const float* turn, const float* x, float* y) {
     try {
-        return !glm5::Call(*layer, *step, *latents, index_keys, {selected, bool(is_given)}, turn, x, y).run();
+        for (int at = 0; at < count; ++at) {
+            glm5::Selection selection{selected, at ? !layers[at].index_q : bool(is_given)};
+            const float* from = at ? y : x;
+            glm5::Call call(layers[at], *step, latents[first + at], index_keys[first + at], selection, turn, from, y);
+            if (!call.run()) return 1;
+        }
+        return 0;
     } catch (const std::bad_alloc&) {
         return 1;
     }

@@ -29,7 +29,6 @@ def pack(sizes: Sizes, weights: Weights[Tensor], panel: int, lanes: int) -> Pack
     if w.index_q is not None:  # outputs by dimension, then by head
         by_head = w.index_q.view(sizes.index_heads, sizes.index_dim, sizes.q_rank).transpose(0, 1)
         index_q = F.pad(by_head, (0, 0, 0, -sizes.index_heads % lanes)).flatten(0, 1)
-    is_moe = w.experts_gate_up is not None
 
     def packed(weight: Tensor | None) -> Tensor | None:
         return None if weight is None else panels(weight, panel)

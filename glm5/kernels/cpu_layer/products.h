@@ -91,7 +91,7 @@ inline void columns(const Product& p, int first, int end, int out) {
 
 template <int ROWS>
 inline int rows_from(const Product& p, int first, int rows) {
-    constexpr int MOST = ROWS == 1 ? 8 : MOST_SUMS / ROWS, VECTORS = MOST >= 8 ? 8 : MOST >= 4 ? 4 : 2;
+    constexpr int MOST = ROWS == 1 ? 8 : MOST_SUMS / ROWS, VECTORS = ROWS == 12 ? 1 : MOST >= 8 ? 8 : MOST >= 4 ? 4 : 2;
     int end = rows - (rows - first) % ROWS;
     if (first < end) columns<ROWS, VECTORS>(p, first, end, 0);
     return end;
@@ -101,7 +101,8 @@ inline int rows_from(const Product& p, int first, int rows) {
 __attribute__((noinline)) inline void multiply(Rows x, int rows, Matrix w, int width, int outs, float* y, int64_t y_row,
                                                bool adds = false) {
     Product p{x, w, width, outs, y, y_row, adds};
-    int row = rows_from<6>(p, 0, rows);
+    int row = outs <= LANES ? rows_from<12>(p, 0, rows) : 0;  // sums of six rows alone would wait for each other
+    row = rows_from<6>(p, row, rows);
     row = rows_from<4>(p, row, rows);
     row = rows_from<3>(p, row, rows);
     row = rows_from<2>(p, row, rows);

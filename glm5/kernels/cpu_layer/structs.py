@@ -1,7 +1,7 @@
 """Arguments of native code, field by field as in layer.h."""
 
 import ctypes
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor

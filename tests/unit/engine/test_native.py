@@ -206,8 +206,8 @@ def test_scores_that_are_no_numbers_stay_within_bounds(seed):
 def test_what_an_engine_runs(settings, dtype, native, seed):
     model = random_model(seed, dtype=dtype)
     core = build_core(model, EngineConfig(num_gpu_blocks_override=4, max_num_seqs=2, **settings))
-    assert (core.runner.model.model.layers[0].impl is not None) == native
-    assert model.model.layers[0].impl is None  # the caller's
+    assert (core.runner.model.trunk is not None) == native
+    assert model.trunk is None  # the caller's
     assert dict(core.facts.table)["threads"].endswith("native code" if native else "torch")
 
 
@@ -225,7 +225,7 @@ def test_without_a_compiler_torch_runs_everything(monkeypatch, seed):
     monkeypatch.setattr(cpu_layer, "library", lambda: None)
     model = random_model(seed)
     assert not use_native(model)
-    assert model.model.layers[0].impl is None
+    assert model.trunk is None
 
 
 def test_without_a_compiler_it_is_said_once_in_a_line(monkeypatch, caplog):
