@@ -20,8 +20,8 @@ struct Gathered {
         const int32_t* table = step.table_of(row);
         for (; count < num_keys; ++count) {
             int key = keys ? keys[count] : count;
-            std::memcpy(latents.data() + int64_t(count) * width, pool.row(table[key / step.page_size], key % step.page_size),
-                        width * sizeof(float));
+            const float* from = pool.row(table[key / step.page_size], key % step.page_size);
+            std::memcpy(latents.data() + int64_t(count) * width, from, width * sizeof(float));
         }
         return latents.data();
     }

@@ -74,8 +74,8 @@ inline void run_experts(const Layer& layer, const float* x, int rows, ExpertRoom
         float *mine = sized(room.x, int64_t(count) * D), *out = sized(room.y, int64_t(count) * D);
         for (int i = 0; i < count; ++i)
             std::memcpy(mine + int64_t(i) * D, x + int64_t(pairs[i] / A) * D, D * sizeof(float));
-        run_mlp(mine, count, D, F, layer.experts_gate_up + e * up_size, layer.experts_down + e * down_size, room.mlp, out,
-                false);
+        const float *gate_up = layer.experts_gate_up + e * up_size, *down = layer.experts_down + e * down_size;
+        run_mlp(mine, count, D, F, gate_up, down, room.mlp, out, false);
         for (int i = 0; i < count; ++i) {
             float *to = y + int64_t(pairs[i] / A) * D, weight = room.weight[pairs[i]];
             for (int at = 0; at < D; ++at) to[at] += weight * out[int64_t(i) * D + at];

@@ -1,6 +1,6 @@
 // Decoder layers in one call: x += attention(norm(x)); x += mlp(norm(x)). And the norms and products around them.
 //
-// A row is computed in the same order whatever stands beside it, so its bits depend neither on the batch nor on threads.
+// A row is computed in the same order whatever stands beside it: its bits depend neither on the batch nor on threads.
 
 #include <new>
 
@@ -53,9 +53,10 @@ static void norm_rows(const float* x, const float* weight, int rows, int width, 
 
 class Call {
    public:
-    Call(const Layer& layer, const Step& step, const Pool& latents, const Pool& index_keys, const Selection& selection,
+    Call(const Layer& layer, const Step& step, const Pool& latents, const Pool& index_keys, Selection selection,
          const float* turn, const float* x, float* y)
-        : layer(layer), step(step), latents(latents), index_keys(index_keys), selection(selection), turn(turn), x(x), y(y) {
+        : layer(layer), step(step), latents(latents), index_keys(index_keys), selection(selection), turn(turn), x(x),
+          y(y) {
         selects = layer.index_q && !selection.is_given;
         input_width = layer.q_rank + layer.kv_rank + layer.rope + (selects ? layer.index_dim + layer.index_heads : 0);
     }
@@ -63,9 +64,9 @@ class Call {
     bool run() {
         inputs = sized(scratch().inputs, int64_t(step.rows) * input_width);
         // All keys are written before any is read.
-        return over_rows(step.rows, step.threads, double(input_width) * layer.hidden,
-                         [&](int first, int end) { write_keys(first, end); }) &&
-               over_rows(step.rows, step.threads, products_behind_keys(), [&](int first, int end) { finish(first, end); });
+        double before = double(input_width) * layer.hidden, behind = products_behind_keys();
+        return over_rows(step.rows, step.threads, before, [&](int first, int end) { write_keys(first, end); }) &&
+               over_rows(step.rows, step.threads, behind, [&](int first, int end) { finish(first, end); });
     }
 
    private:
@@ -142,12 +143,13 @@ class Call {
         int64_t width = int64_t(K + R) * lanes;
         float *q = sized(room.q, int64_t(rows) * q_width), *absorbed = sized(room.absorbed, int64_t(rows) * K);
         float* queries = sized(room.queries, rows * width);
-        multiply({inputs + int64_t(first) * input_width, input_width}, rows, packed(layer.q_b, layer.q_rank), layer.q_rank,
-                 q_width, q, q_width);
+        multiply({inputs + int64_t(first) * input_width, input_width}, rows, packed(layer.q_b, layer.q_rank),
+                 layer.q_rank, q_width, q, q_width);
         std::fill(queries, queries + rows * width, 0.0f);
         for (int head = 0; head < H; ++head) {
             float* own = q + head * (N + R);
-            multiply({own, q_width}, rows, packed(layer.key_of_heads + int64_t(head) * padded(K) * N, N), N, K, absorbed, K);
+            const float* key_weight = layer.key_of_heads + int64_t(head) * padded(K) * N;
+            multiply({own, q_width}, rows, packed(key_weight, N), N, K, absorbed, K);
             for (int64_t row = 0; row < rows; ++row) {
                 float *to = queries + row * width + head, *turned = own + row * q_width + N;
                 rotate(turned, turn + (first + row) * R, R);
@@ -180,9 +182,10 @@ class Call {
                    out + int64_t(row - first) * H * K);
         }
         float* values = sized(room.values, int64_t(rows) * H * V);
-        for (int head = 0; head < H; ++head)
-            multiply({out + head * K, H * K}, rows, packed(layer.value_of_heads + int64_t(head) * padded(V) * K, K), K, V,
-                     values + head * V, H * V);
+        for (int head = 0; head < H; ++head) {
+            const float* weight = layer.value_of_heads + int64_t(head) * padded(V) * K;
+            multiply({out + head * K, H * K}, rows, packed(weight, K), K, V, values + head * V, H * V);
+        }
         multiply({values, H * V}, rows, packed(layer.o, H * V), H * V, layer.hidden, to, layer.hidden, true);
     }
 };
@@ -195,9 +198,9 @@ extern "C" int glm5_panel() { return glm5::PANEL; }
 // Lanes of a vector.
 extern "C" int glm5_lanes() { return glm5::LANES; }
 
-// Layers one after the other, x [T, hidden] to y [T, hidden]. Rows are written to the pools, of which the first layer's is
-// number `first`. `selected` is filled by layers with an indexer and read by those without; by the first one, too, if it
-// `is_given`. 1: out of memory.
+// Layers one after the other, x [T, hidden] to y [T, hidden]. Rows are written to the pools, of which the first layer's
+// is number `first`. `selected` is filled by layers with an indexer and read by those without; by the first one, too,
+// if it `is_given`. 1: out of memory.
 extern "C" int glm5_layers(const glm5::Layer* layers, int32_t count, const glm5::Step* step, const glm5::Pool* latents,
                            const glm5::Pool* index_keys, int32_t first, int32_t* selected, int32_t is_given,
                            const float* turn, const float* x, float* y) {
@@ -215,7 +218,8 @@ extern "C" int glm5_layers(const glm5::Layer* layers, int32_t count, const glm5:
 }
 
 // y [T, O] = x [T, I] w, with packed weights.
-extern "C" void glm5_linear(const float* x, const float* w, int32_t T, int32_t I, int32_t O, int32_t threads, float* y) {
+extern "C" void glm5_linear(const float* x, const float* w, int32_t T, int32_t I, int32_t O, int32_t threads,
+                            float* y) {
     glm5::over_rows(T, threads, double(I) * O, [&](int first, int end) {
         glm5::multiply({x + int64_t(first) * I, I}, end - first, glm5::packed(w, I), I, O, y + int64_t(first) * O, O);
     });

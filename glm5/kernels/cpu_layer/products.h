@@ -1,7 +1,7 @@
 // Products of rows with matrices: y[t, o] = sum over k of x[t, k] w[k, o], where neighbours in o lie side by side.
 //
-// A tile of outputs, some rows by some vectors of columns, is held in registers while k runs. Every output is one sum in
-// the order of k, whatever the tile: so its bits depend neither on the number of rows nor on the place of a row.
+// A tile of outputs, some rows by some vectors of columns, is held in registers while k runs. Every output is one sum
+// in the order of k, whatever the tile: so its bits depend neither on the number of rows nor on the place of a row.
 //
 // Weights are packed once for this (cpu_layer/packed.py): panels of PANEL columns, each [width, PANEL].
 #pragma once

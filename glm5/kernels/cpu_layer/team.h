@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <functional>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -22,11 +21,12 @@ inline void pause() {
 class Team {
    public:
     // Runs part(0) .. part(count - 1) on as many threads at most, of which this is one, and returns when all are done.
-    static void run(int count, int threads, const std::function<void(int)>& part) {
+    template <typename Part>
+    static void run(int count, int threads, const Part& part) {
         static Team& team = *new Team;
         std::unique_lock<std::mutex> alone(team.in_use_, std::try_to_lock);
         if (count > 1 && threads > 1 && alone && team.has(threads - 1))
-            team.share(count, threads, part);
+            team.share({[](const void* of, int at) { (*static_cast<const Part*>(of))(at); }, &part, count, threads, 0});
         else
             for (int at = 0; at < count; ++at) part(at);
     }
@@ -35,7 +35,8 @@ class Team {
     static constexpr int SPINS = 1000;  // 20 to 70 us: about as long as what lies between two layers of a step
 
     struct Work {
-        const std::function<void(int)>* part = nullptr;
+        void (*run)(const void* part, int at) = nullptr;
+        const void* part = nullptr;
         int count = 0, threads = 0;
         uint64_t round = 0;
     };
@@ -60,12 +61,12 @@ class Team {
         return true;
     }
 
-    void share(int count, int threads, const std::function<void(int)>& part) {
-        Work work{&part, count, threads, round_ + 1};
+    void share(Work work) {
+        work.round = round_ + 1;
         {
             std::lock_guard<std::mutex> lock(mutex_);
             work_ = work;
-            left_ = count;
+            left_ = work.count;
             next_ = work.round << 16;
             round_ = work.round;
         }
@@ -79,7 +80,7 @@ class Team {
         for (uint64_t next = next_;;) {
             if (next >> 16 != work.round || int(next & 0xffff) >= work.count) return;
             if (!next_.compare_exchange_weak(next, next + 1)) continue;
-            (*work.part)(int(next & 0xffff));
+            work.run(work.part, int(next & 0xffff));
             --left_;
             next = next_;
         }
