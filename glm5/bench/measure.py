@@ -3,7 +3,6 @@
 On a CPU, the peer runs with each number of threads in the first round, and with the best number in later ones.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ import torch
 from glm5.bench.ours import Drafts, run_at_once, run_in_turn
 from glm5.bench.run import Run, fastest
 from glm5.bench.workload import LONGEST, WARM_UP, Job, draw_jobs
+from glm5.common.cores import usable_cores
 from glm5.common.errors import ConfigError
 from glm5.config.bench import BenchConfig, ThroughputConfig
 from glm5.engine.llm import LLM
@@ -107,7 +107,7 @@ def run_peer(peer: PeerProtocol, measured: Measured, run: RunPeer, warm_up: Sequ
 
 def thread_counts() -> list[int]:
     """Numbers of threads that may be best: one, two, half of the cores, all."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return sorted({min(number, cores) for number in (1, 2, max(1, cores // 2), cores)})
 
 

@@ -15,6 +15,7 @@ from glm5.checkpoint.dummy import dummy
 from glm5.checkpoint.load import load, parse_device
 from glm5.checkpoint.update import identity_of
 from glm5.common.background import in_background
+from glm5.common.cores import usable_cores
 from glm5.common.errors import ConfigError
 from glm5.config.engine import EngineConfig, check_length
 from glm5.config.kv_events import KvEventsConfig
@@ -61,8 +62,10 @@ from glm5.parallel.table import UNSHARDED, Shard, local_config
 logger = logging.getLogger(__name__)
 
 AUTO_DEPTH = 3
-# Below this many active parameters a second thread costs more than it gains (the demo model: 0.6 M).
+# Below this many active parameters a second thread costs torch more than it gains (the demo model: 0.6 M). Native code
+# divides the rows of a step instead, if there are enough; with more threads than these each has too few.
 _ONE_THREAD = 50e6
+_MOST_NATIVE_THREADS = 8
 _GIB = 2**30
 # The least number of pages in host memory, through which pages are copied to disk.
 _STAGED_PAGES = 64
@@ -281,8 +284,8 @@ def _parts(
     start_counting()
     cfg, simulated = model.cfg, config.simulate_acceptance
     depth, layout = _depth(config, cfg), _layout(config, model.dtype)
+    is_native = _runs_native(config, model, layout, group)  # before the memory that it leaves is counted
     max_model_len, num_pages = _sizes(config, model, layout, group, mtp=depth > 0)
-    is_native = _runs_native(config, model, layout, group)
     in_passes = config.deterministic and not is_native
     if in_passes:
         use_invariant(model, local_config(cfg, group.shard.size))
@@ -483,10 +486,13 @@ def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[
 
 
 def _runs_native(config: EngineConfig, model: Glm5, layout: Layout, group: Group) -> bool:
-    """Whether native layers are used: only for small models, as they run on one thread; they record no routing."""
+    """Whether native layers are used: only for small models, whose weights they copy; they record no routing."""
     is_small = count_parameters(model.cfg).active < _ONE_THREAD
     is_plain = group.shard.size == 1 and layout == "auto" and not config.enable_return_routed_experts
-    return is_small and is_plain and use_native(model)
+    if not (is_small and is_plain and use_native(model)):
+        return False
+    cpu_layer.set_threads(config.num_threads or min(_MOST_NATIVE_THREADS, usable_cores()))
+    return True
 
 
 def _launches_ahead(config: EngineConfig, model: Glm5) -> bool:

@@ -1,10 +1,10 @@
 """A model that its caller keeps: the engine runs modules of its own over the same weights, and detects changed weights.
 
 The caller's modules are never modified, so it can train them before, between and after answers. Weights are in memory
-once, except for those that fused products on a GPU join (fused_linear.py), which are copied. Before every step, each
-tensor's version, which in-place operations increase, and its address are compared. Fused optimizers and writes through
-`.data` do not increase the version: before a request begins and when a pause ends, sums of all trainable weights are
-compared too.
+once, except for those that fused products on a GPU join (fused_linear.py) and those that native code packs (native.py),
+which are copied. Before every step, each tensor's version, which in-place operations increase, and its address are
+compared. Fused optimizers and writes through `.data` do not increase the version: before a request begins and when a
+pause ends, sums of all trainable weights are compared too.
 """
 
 from collections.abc import Mapping

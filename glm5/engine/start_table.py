@@ -8,6 +8,7 @@ from glm5.config.engine import EngineConfig
 from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
 from glm5.engine.core.pace import PromptShare
 from glm5.engine.scheduler.config import SchedulerConfig
+from glm5.kernels import cpu_layer
 from glm5.kernels.dispatch import TABLES
 from glm5.kernels.invariant import impl_on
 from glm5.model.experts import QuantizedExperts
@@ -34,8 +35,9 @@ def start_table(
     on, off = "on", "off"
     kinds = weight_kinds(model)
     weights = f"{', '.join(kinds)} weights, " if kinds else ""
-    layers = "native code" if is_native else "torch"
-    threads = [("threads", f"{torch.get_num_threads()}; layers in {layers}")] if model.device.type == "cpu" else []
+    number = str(torch.get_num_threads())
+    number += f", up to {cpu_layer.num_threads()} for layers in native code" if is_native else "; layers in torch"
+    threads = [("threads", number)] if model.device.type == "cpu" else []
     names: dict[Layout, Any] = {"auto": str(model.dtype).removeprefix("torch."), "fp8_key": "FP8 keys", "fp8": "FP8"}
     page = KVCache.bytes_per_page(cfg, model.dtype, cache.layout, mtp=cache.mtp)
     tiers = [f"{config.kv_offloading_size:g} GiB of host memory"] if config.kv_offloading_size else []

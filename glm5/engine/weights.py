@@ -21,6 +21,7 @@ from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
 from glm5.common.background import in_background
 from glm5.common.errors import RequestError
 from glm5.engine.cache.memory import restoring
+from glm5.engine.runner.native import release as release_native
 from glm5.engine.shared_model import SharedModel
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import UNSHARDED, Shard
@@ -82,7 +83,7 @@ class Weights:
 
     def release(self, level: int) -> int:
         """Level 1 moves weights on a GPU to host memory, level 2 drops them; `restore` reads them from their folder."""
-        num_bytes = 0
+        num_bytes = release_native(self.model) if level == 2 else 0
         if self.shared is not None or (level == 1 and self.model.device.type == "cpu"):
             return num_bytes
         for name, tensor in self.model.state_dict(keep_vars=True).items():

@@ -14,7 +14,7 @@ from glm5.model.linear import Linear
 from glm5.model.mtp import MTPLayer
 from glm5.model.norm import RMSNorm
 from glm5.model.packed import PackedView
-from glm5.model.seams import KVView, Rope, Selection
+from glm5.model.seams import KVView, Rope, Selection, TrunkImpl
 
 
 class Embedding(nn.Module):
@@ -43,6 +43,9 @@ class Trunk(nn.Module):
 class Glm5(nn.Module):
     """A GLM-5 model on one device. Parameters are named as in the checkpoint, experts stacked."""
 
+    trunk: TrunkImpl | None = None
+    """Another way to compute layers one after the other, where it can."""
+
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
@@ -66,6 +69,8 @@ class Glm5(nn.Module):
     def through(self, x_TD: Tensor, view: KVView, layers: range) -> Tensor:
         """The residual stream [T, D] behind some consecutive layers, of which the first has an indexer."""
         rope, selection = self._rope(view), None
+        if self.trunk is not None and (done := self.trunk(x_TD, rope, view, layers)) is not None:
+            return done
         for layer_idx, layer in enumerate(islice(self.model.layers, layers.start, layers.stop), layers.start):
             inherited = None if self.cfg.has_indexer(layer_idx) else selection
             x_TD, selection = layer(x_TD, rope, view, inherited)

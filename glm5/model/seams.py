@@ -94,6 +94,14 @@ class LayerImpl(Protocol):
         ...
 
 
+class TrunkImpl(Protocol):
+    """Another way to compute consecutive layers, of which the first has an indexer: native code."""
+
+    def __call__(self, x_TD: Tensor, rope: Rope, view: KVView, layers: range) -> Tensor | None:
+        """As `Glm5.through`, or None, with nothing done, where this way does not lead."""
+        ...
+
+
 def again() -> bool:
     """Whether this runs within a backward pass: activations are computed again. The same tensors must be made, and
     nothing counted or recorded."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from glm5.config.model import ModelConfig
 from glm5.engine.cache.memory import Memory, restoring
 from glm5.kernels.block_scaled import FP8
-from glm5.kernels.cpu_layer import HostPool, host_pool
+from glm5.kernels.cpu_layer import HostPools
 from glm5.kernels.fp8_pool import Fp8Keys, Fp8Latents, LatentFormat, Pool
 from glm5.kernels.groups import FewQueries
 from glm5.kernels.invariant import Impl
@@ -161,10 +161,6 @@ class KVCache:
         latent_PZL, where = self._latent_PZL[layer_idx], (table_BP, row_T, end_T)
         return sparse_mla(q_THL, latent_PZL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=impl)[0]
 
-    def host_pools(self, layer_idx: int) -> tuple[HostPool, HostPool | None] | None:
-        """Latents and index keys of a layer for native code; None unless they are float32 in host memory."""
-        return self._host_pools[layer_idx] if self._host_pools else None
-
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages, (source, target) each, in order."""
         for source, target in pairs:
@@ -209,13 +205,9 @@ class KVCache:
         }
         self._latent_arrays = [_array(pool) for pool in self._latent_PZL]
         self._index_key_arrays = {i: _array(pool) for i, pool in self._index_key_PZI.items()}
-        self._host_pools: list[tuple[HostPool, HostPool | None]] = []
-        if self.device.type == "cpu" and self.layout == "auto" and self.dtype == torch.float32:
-            keys = [parts.get(f"index_key.{i}") for i in layers]
-            self._host_pools = [
-                (host_pool(latent), None if key is None else host_pool(key))
-                for latent, key in zip(latents, keys, strict=True)
-            ]
+        # For native code, if they are float32 in host memory.
+        is_host = self.device.type == "cpu" and self.layout == "auto" and self.dtype == torch.float32
+        self.host_pools = HostPools(latents, [parts.get(f"index_key.{i}") for i in layers]) if is_host else None
 
     def _part_views(self) -> Iterator[tuple[str, Tensor]]:
         start = 0

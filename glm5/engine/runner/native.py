@@ -1,8 +1,11 @@
 """Decoder layers in native code: a small float32 model on a CPU. Parameters stay where they are and what they are.
 
-A row's result does not depend on the rows beside it, bit for bit: deterministic mode costs nothing here.
+Native code has copies of the matrices, in the order in which its products read them: other weights are to be announced
+(`parameters_moved`). A row's result does not depend on the rows beside it or on the number of threads, bit for bit:
+deterministic mode costs nothing here.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from glm5.config.model import ModelConfig
 from glm5.engine.runner.inputs.view import StepView
 from glm5.kernels import cpu_layer
-from glm5.kernels.cpu_layer import Constants, CpuLayer, Sizes, Weights, available
+from glm5.kernels.cpu_layer import Constants, CpuLayers, PackedLinear, Sizes, Weights, available
 from glm5.model.block import DecoderLayer
 from glm5.model.glm5 import Glm5
 from glm5.model.indexer import K_NORM_EPS
@@ -28,11 +31,12 @@ def use_native(model: Glm5) -> bool:
     is_plain = all(tensor.is_cpu and tensor.dtype == torch.float32 for tensor in model.state_dict().values())
     if not is_plain or cfg.n_group > 1 or not available():
         return False
-    for layer_idx, layer in enumerate(_layers(model)):
-        layer.impl = NativeLayer(cfg, layer, layer_idx)
+    layers = _layers(model)
+    model.trunk = NativeTrunk(cfg, layers[: cfg.num_hidden_layers])
     _replace(model, "lm_head")
     _replace(model.model, "norm")
     if cfg.num_nextn_predict_layers:
+        layers[-1].impl = NativeLayer(cfg, layers[-1], cfg.num_hidden_layers)
         for name in ("enorm", "hnorm", "eh_proj"):
             _replace(model.mtp, name)
         _replace(model.mtp.shared_head, "norm")
@@ -40,9 +44,15 @@ def use_native(model: Glm5) -> bool:
 
 
 def parameters_moved(model: Glm5) -> None:
-    """To be called when parameters may lie elsewhere in memory than before."""
-    if any(layer.impl is not None for layer in _layers(model)):
+    """To be called when parameters may have other values than before, or lie elsewhere in memory."""
+    if model.trunk is not None:
         use_native(model)
+
+
+def release(model: Glm5) -> int:
+    """Drop what native code has of the weights, until `parameters_moved`; the bytes that it had."""
+    held = [model.trunk, *(layer.impl for layer in _layers(model)), *model.modules()]
+    return sum(one.release() for one in held if isinstance(one, NativeTrunk | NativeLayer | NativeLinear))
 
 
 def _layers(model: Glm5) -> list[DecoderLayer]:
@@ -58,6 +68,8 @@ def _replace(parent: nn.Module, name: str) -> None:
         setattr(parent, name, NativeNorm(module))
     elif isinstance(module, Linear):
         setattr(parent, name, NativeLinear(module))
+    elif isinstance(module, NativeLinear):
+        module.pack()
 
 
 class NativeNorm(nn.Module):
@@ -77,47 +89,89 @@ class NativeLinear(nn.Module):
     def __init__(self, linear: Linear):
         super().__init__()
         self.weight = linear.weight
+        self.pack()
+
+    def pack(self) -> None:
+        self.packed: PackedLinear | None = PackedLinear(self.weight)
+
+    def release(self) -> int:
+        num_bytes = 0 if self.packed is None else self.packed.num_bytes
+        self.packed = None
+        return num_bytes
 
     def forward(self, x: Tensor) -> Tensor:
-        return cpu_layer.linear(x, self.weight)
+        assert self.packed is not None, "released"
+        return self.packed(x)
 
 
-class NativeLayer:
-    """A `LayerImpl` over the parameters of `layer`."""
+class _Native:
+    """Consecutive layers over the parameters of `layers`, of which the first is number `first`."""
+
+    def __init__(self, cfg: ModelConfig, layers: Sequence[DecoderLayer], first: int):
+        self.first, self.count = first, len(layers)
+        constants = Constants(cfg.rms_norm_eps, cfg.lora_norm_eps, K_NORM_EPS, cfg.routed_scaling_factor)
+        sizes = [_sizes(cfg, is_moe=isinstance(layer.mlp, MoE)) for layer in layers]
+        self._run: CpuLayers | None = CpuLayers(sizes, constants, [_weights(layer) for layer in layers])
+
+    def release(self) -> int:
+        num_bytes = 0 if self._run is None else self._run.num_bytes
+        self._run = None
+        return num_bytes
+
+    def run(
+        self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        if rope.cis_TR2 is None or not isinstance(view, StepView) or (keys := view.host_keys()) is None:
+            return None
+        assert self._run is not None, "released"
+        given_TK = None if selection is None else selection.keys_TK
+        return self._run(x_TD, rope.cis_TR2, keys, self.first, given_TK, is_given=selection is not None)
+
+
+class NativeLayer(_Native):
+    """A `LayerImpl`."""
 
     def __init__(self, cfg: ModelConfig, layer: DecoderLayer, layer_idx: int):
-        self.layer_idx = layer_idx
-        is_moe = isinstance(layer.mlp, MoE)
-        sizes = Sizes(
-            hidden=cfg.hidden_size,
-            heads=cfg.num_attention_heads,
-            q_rank=cfg.q_lora_rank,
-            kv_rank=cfg.kv_lora_rank,
-            nope=cfg.qk_nope_head_dim,
-            rope=cfg.qk_rope_head_dim,
-            v_dim=cfg.v_head_dim,
-            index_heads=cfg.index_n_heads,
-            index_dim=cfg.index_head_dim,
-            index_topk=cfg.index_topk,
-            dense_width=cfg.moe_intermediate_size * cfg.n_shared_experts if is_moe else cfg.intermediate_size,
-            experts=cfg.n_routed_experts if is_moe else 0,
-            active=cfg.num_experts_per_tok,
-            expert_width=cfg.moe_intermediate_size,
-            norm_weights=cfg.norm_topk_prob,
-        )
-        constants = Constants(cfg.rms_norm_eps, cfg.lora_norm_eps, K_NORM_EPS, cfg.routed_scaling_factor)
-        self._run = CpuLayer(sizes, constants, _weights(layer))
+        super().__init__(cfg, [layer], layer_idx)
 
     def __call__(
         self, x_TD: Tensor, rope: Rope, view: KVView, selection: Selection | None
     ) -> tuple[Tensor, Selection] | None:
-        if rope.cis_TR2 is None or not isinstance(view, StepView):
+        if (done := self.run(x_TD, rope, view, selection)) is None:
             return None
-        if (keys := view.host_keys(self.layer_idx)) is None:
+        return done[0], Selection(done[1]) if selection is None else selection
+
+
+class NativeTrunk(_Native):
+    """A `TrunkImpl`: between layers in one call nothing waits for Python."""
+
+    def __init__(self, cfg: ModelConfig, layers: Sequence[DecoderLayer]):
+        super().__init__(cfg, layers, 0)
+
+    def __call__(self, x_TD: Tensor, rope: Rope, view: KVView, layers: range) -> Tensor | None:
+        if len(layers) != self.count or (done := self.run(x_TD, rope, view, None)) is None:
             return None
-        given_TK = None if selection is None else selection.keys_TK
-        y_TD, keys_TK = self._run(x_TD, rope.cis_TR2, keys, given_TK, is_given=selection is not None)
-        return y_TD, Selection(keys_TK) if selection is None else selection
+        return done[0]
+
+
+def _sizes(cfg: ModelConfig, *, is_moe: bool) -> Sizes:
+    return Sizes(
+        hidden=cfg.hidden_size,
+        heads=cfg.num_attention_heads,
+        q_rank=cfg.q_lora_rank,
+        kv_rank=cfg.kv_lora_rank,
+        nope=cfg.qk_nope_head_dim,
+        rope=cfg.qk_rope_head_dim,
+        v_dim=cfg.v_head_dim,
+        index_heads=cfg.index_n_heads,
+        index_dim=cfg.index_head_dim,
+        index_topk=cfg.index_topk,
+        dense_width=cfg.moe_intermediate_size * cfg.n_shared_experts if is_moe else cfg.intermediate_size,
+        experts=cfg.n_routed_experts if is_moe else 0,
+        active=cfg.num_experts_per_tok,
+        expert_width=cfg.moe_intermediate_size,
+        norm_weights=cfg.norm_topk_prob,
+    )
 
 
 def _weights(layer: DecoderLayer) -> Weights[Tensor]:

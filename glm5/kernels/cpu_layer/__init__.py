@@ -1,13 +1,15 @@
-"""A decoder layer on a CPU in one call of native code (layer.cpp), and the norms and linear layers around it.
+"""Decoder layers on a CPU in one call of native code (layer.cpp), and the norms and linear layers around them.
 
 For small models, a layer in torch is a hundred ops of a few microseconds each, most of it overhead. The native layer
 computes the model's layer (model spec, section 3) in float32; tests compare it with the torch layers. The result of a
-row does not depend on other rows, bit for bit.
+row does not depend on other rows or on the number of threads, bit for bit. Matrices are packed: these are copies, and
+who changes the weights makes others.
 """
 
 import ctypes
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +17,11 @@ import torch
 from torch import Tensor
 
 from glm5.kernels import native_code
+from glm5.kernels.cpu_layer.packed import pack, panels
 from glm5.kernels.cpu_layer.structs import (
     Constants,
+    LayerStruct,
     PoolStruct,
-    SelectionStruct,
     Sizes,
     StepStruct,
     Weights,
@@ -28,21 +31,22 @@ from glm5.kernels.dispatch import refuse_gradient
 
 __all__ = [
     "Constants",
-    "CpuLayer",
+    "CpuLayers",
     "HostKeys",
-    "HostPool",
+    "HostPools",
     "HostStep",
+    "PackedLinear",
     "Sizes",
     "Weights",
     "available",
-    "host_pool",
     "identity",
     "library",
-    "linear",
+    "num_threads",
     "rms_norm",
+    "set_threads",
 ]
 
-HostPool = PoolStruct
+_threads = 1
 _SOURCE = Path(__file__).parent / "layer.cpp"
 _WITHOUT = "layers run on torch, at a third to half of the rate"  # docs/bench.md
 
@@ -62,6 +66,16 @@ def available() -> bool:
     return library() is not None
 
 
+def set_threads(number: int) -> None:
+    """The most threads that a call may use, in this process."""
+    global _threads
+    _threads = number
+
+
+def num_threads() -> int:
+    return _threads
+
+
 class HostStep:
     """Rows of a step and their page tables, in host memory.
 
@@ -76,6 +90,7 @@ class HostStep:
             page_size,
             table_BN.stride(0),
             table_BN.shape[1],
+            _threads,
             table_BN.data_ptr(),
             request_T.data_ptr(),
             end_T.data_ptr(),
@@ -83,93 +98,120 @@ class HostStep:
         )
 
 
+class HostPools:
+    """Latents and index keys (None without an indexer) of every layer: float32 pools [P, Z, width] in host memory, with
+    any distance between pages and between rows."""
+
+    def __init__(self, latents: Sequence[Tensor], index_keys: Sequence[Tensor | None]):
+        self.latents = (PoolStruct * len(latents))(*map(_pool, latents))
+        self.index_keys = (PoolStruct * len(latents))(*map(_pool, index_keys))
+
+
 class HostKeys(NamedTuple):
-    """The keys of a layer: the step, latents, index keys (None without an indexer), and whether every row sees so few
-    keys that all are selected."""
+    """The keys of a step, and whether every row sees so few that all are selected."""
 
     step: HostStep
-    latents: HostPool
-    index_keys: HostPool | None
+    pools: HostPools
     sees_few: bool
 
 
-def host_pool(pool_PZX: Tensor) -> HostPool:
-    """A float32 pool [P, Z, width] in host memory, which may be strided by page and by row."""
+def _pool(pool_PZX: Tensor | None) -> PoolStruct:
+    if pool_PZX is None:
+        return PoolStruct(None, 0, 0)
     if not (pool_PZX.is_cpu and pool_PZX.dtype == torch.float32 and pool_PZX.stride(2) == 1):
         raise ValueError(f"native layers need float32 rows in host memory, got {pool_PZX.dtype} on {pool_PZX.device}")
-    return HostPool(pool_PZX.data_ptr(), pool_PZX.stride(0), pool_PZX.stride(1))
+    return PoolStruct(pool_PZX.data_ptr(), pool_PZX.stride(0), pool_PZX.stride(1))
 
 
-def linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """x [..., I] times a contiguous weight, transposed: [..., O]. float32; TrainingError for a gradient."""
-    refuse_gradient("cpu_layer.linear", x, weight_OI)
-    x, (num_out, width) = x.contiguous(), weight_OI.shape
-    y = x.new_empty(*x.shape[:-1], num_out)
-    sizes = x.numel() // width, width, num_out
-    _native().glm5_linear(_at(x), _at(weight_OI), *map(ctypes.c_int32, sizes), _at(y))
-    return y
+class PackedLinear:
+    """x [..., I] times `weight` [O, I], transposed: [..., O]. float32; TrainingError for a gradient."""
+
+    def __init__(self, weight: Tensor):
+        self._weight, self._native = weight, _native()
+        self._packed, self._sizes = panels(weight, self._native.glm5_panel()), weight.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self._packed.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        refuse_gradient("cpu_layer.PackedLinear", x, self._weight)
+        x, (num_out, width) = x.contiguous(), self._sizes
+        y = x.new_empty(*x.shape[:-1], num_out)
+        sizes = x.numel() // width, width, num_out, _threads
+        self._native.glm5_linear(x.data_ptr(), self._packed.data_ptr(), *sizes, y.data_ptr())
+        return y
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """As `kernels.rms_norm`. float32; TrainingError where a gradient is required."""
     refuse_gradient("cpu_layer.rms_norm", x, weight)
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    sizes = x.numel() // x.shape[-1], x.shape[-1]
-    _native().glm5_norm(_at(x), _at(weight), *map(ctypes.c_int32, sizes), ctypes.c_float(eps), _at(y))
+    width = x.shape[-1]
+    _native().glm5_norm(x.data_ptr(), weight.data_ptr(), x.numel() // width, width, eps, y.data_ptr())
     return y
 
 
+@cache
 def _native() -> ctypes.CDLL:
     native = library()
     if native is None:
         raise ValueError("native layers need a C++ compiler; use the torch layers")
+    at, count = ctypes.c_void_p, ctypes.c_int32
+    layers, step, pools = (ctypes.POINTER(kind) for kind in (LayerStruct, StepStruct, PoolStruct))
+    native.glm5_layers.argtypes = [layers, count, step, pools, pools, count, at, count, at, at, at]
+    native.glm5_linear.argtypes = [at, at, count, count, count, count, at]
+    native.glm5_norm.argtypes = [at, at, count, count, ctypes.c_float, at]
     return native
 
 
-def _at(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+class CpuLayers:
+    """Layers, one after the other, over copies of torch's weights, which may be changed then. Raises TrainingError if a
+    gradient is required."""
 
+    def __init__(self, sizes: Sequence[Sizes], constants: Constants, weights: Sequence[Weights[Tensor]]):
+        native = _native()
+        self._run: Callable[..., Any] = native.glm5_layers
+        self._weights, self._top_k = tuple(weights), sizes[0].index_topk
+        places = native.glm5_panel(), native.glm5_lanes()
+        self._packed = [pack(size, weight, *places) for size, weight in zip(sizes, weights, strict=True)]
+        structs = [layer_struct(size, constants, part) for size, part in zip(sizes, self._packed, strict=True)]
+        self._layers = (LayerStruct * len(structs))(*structs)
 
-class CpuLayer:
-    """A layer over torch's weights, read in place: they may change, but must not be reallocated. Raises TrainingError
-    if a gradient is required."""
-
-    def __init__(self, sizes: Sizes, constants: Constants, weights: Weights[Tensor]):
-        self._run: Callable[..., Any] = _native().glm5_layer
-        self._weights, self._top_k = weights, sizes.index_topk
-        self._layer = ctypes.byref(layer_struct(sizes, constants, weights))
+    @property
+    def num_bytes(self) -> int:
+        """Of the copies."""
+        given = {id(part) for weights in self._weights for part in weights}
+        parts = [part for packed in self._packed for part in packed if part is not None and id(part) not in given]
+        return sum(part.nbytes for part in parts)
 
     def __call__(
-        self, x_TD: Tensor, cis_TR2: Tensor, keys: HostKeys, selected_TK: Tensor | None, *, is_given: bool
+        self,
+        x_TD: Tensor,
+        cis_TR2: Tensor,
+        keys: HostKeys,
+        first: int,
+        selected_TK: Tensor | None,
+        *,
+        is_given: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output [T, D] and the selected keys, int32 [T, index_topk], or None for all visible ones.
-        `cis_TR2`: cos + i sin of RoPE, complex64. `selected_TK`: another layer's selection if `is_given`."""
-        refuse_gradient("a native layer", x_TD, self._weights)
+        """The last layer's output [T, D] and the keys that it selected or was given, int32 [T, index_topk], or None for
+        all visible ones. `cis_TR2`: cos + i sin of RoPE, complex64. `first`: the pool of the first layer.
+        `selected_TK`: a selection for the first layer if `is_given`; later layers without an indexer take the one
+        before."""
+        refuse_gradient("a native layer", x_TD, *self._weights)
         x_TD = x_TD.contiguous()
         if not is_given and not keys.sees_few:
             selected_TK = torch.empty(len(x_TD), self._top_k, dtype=torch.int32)
         elif selected_TK is not None:
             selected_TK = selected_TK.contiguous()
         y_TD = torch.empty_like(x_TD)
-        call = partial(
-            self._run,
-            self._layer,
-            ctypes.byref(keys.step.struct),
-            ctypes.byref(keys.latents),
-            ctypes.byref(keys.index_keys) if keys.index_keys is not None else None,
-            ctypes.byref(SelectionStruct(None if selected_TK is None else selected_TK.data_ptr(), is_given)),
-            _at(cis_TR2),
-            _at(x_TD),
-            _at(y_TD),
-        )
-        if _traced(call):
-            raise MemoryError("native layers: out of memory")
+        where = keys.step.struct, keys.pools.latents, keys.pools.index_keys, first
+        given = None if selected_TK is None else selected_TK.data_ptr(), is_given
+        rows = cis_TR2.data_ptr(), x_TD.data_ptr(), y_TD.data_ptr()
+        # A `record_function` takes as long as a norm.
+        profiled = torch.autograd.profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+        with torch.profiler.record_function("glm5::decoder_layers") if profiled else nullcontext():
+            if self._run(self._layers, len(self._layers), *where, *given, *rows):
+                raise MemoryError("native layers: out of memory")
         return y_TD, selected_TK
-
-
-def _traced(call: Callable[[], int]) -> int:
-    """Run `call`, inside a `record_function` only if a profiler is active, as that takes as long as a norm."""
-    if not torch.autograd.profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
-        return call()
-    with torch.profiler.record_function("glm5::decoder_layer"):
-        return call()

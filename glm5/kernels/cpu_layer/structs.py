@@ -1,7 +1,7 @@
 """Arguments of native code, field by field as in layer.h."""
 
 import ctypes
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,27 +65,46 @@ class Weights(NamedTuple, Generic[Part]):
     experts_down: Part | None
 
 
+class Packed(NamedTuple):
+    """The same as native code reads them, in the order of layer.h: norms as they are, matrices packed (packed.py)."""
+
+    input_norm: Tensor
+    q_a_norm: Tensor
+    kv_a_norm: Tensor
+    index_k_weight: Tensor | None
+    index_k_bias: Tensor | None
+    post_norm: Tensor
+    router_bias: Tensor | None
+    of_input: Tensor
+    q_b: Tensor
+    key_of_heads: Tensor
+    value_of_heads: Tensor
+    o: Tensor
+    index_q: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    router: Tensor | None
+    experts_gate_up: Tensor | None
+    experts_down: Tensor | None
+
+
 class LayerStruct(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_int32) for name in Sizes._fields],
         *[(name, ctypes.c_float) for name in Constants._fields],
-        *[(name, ctypes.c_void_p) for name in Weights._fields],
+        *[(name, ctypes.c_void_p) for name in Packed._fields],
     ]
 
 
 class StepStruct(ctypes.Structure):
     _fields_ = [
-        *[(name, ctypes.c_int32) for name in ("rows", "page_size", "table_step", "table_columns")],
+        *[(name, ctypes.c_int32) for name in ("rows", "page_size", "table_step", "table_columns", "threads")],
         *[(name, ctypes.c_void_p) for name in ("table", "request", "end", "place")],
     ]
 
 
 class PoolStruct(ctypes.Structure):
     _fields_ = [("base", ctypes.c_void_p), ("page_step", ctypes.c_int64), ("row_step", ctypes.c_int64)]
-
-
-class SelectionStruct(ctypes.Structure):
-    _fields_ = [("keys", ctypes.c_void_p), ("is_given", ctypes.c_int32)]
 
 
 def shapes(sizes: Sizes) -> Weights[tuple[int, ...]]:
@@ -117,15 +136,18 @@ def shapes(sizes: Sizes) -> Weights[tuple[int, ...]]:
     )
 
 
-def layer_struct(sizes: Sizes, constants: Constants, weights: Weights[Tensor]) -> LayerStruct:
-    """The struct of a layer. Raises ValueError for weights that are not contiguous float32 of these shapes."""
-    pointers: dict[str, Any] = {}
+def check(sizes: Sizes, weights: Weights[Tensor]) -> None:
+    """Raises ValueError for weights that are not float32 of these shapes in host memory."""
     wanted = shapes(sizes)._asdict()
     for name, tensor in weights._asdict().items():
         if tensor is not None:
-            if not (tensor.is_cpu and tensor.is_contiguous() and tensor.dtype == torch.float32):
-                raise ValueError(f"{name}: native layers read contiguous float32 in host memory, got {tensor.dtype}")
+            if not (tensor.is_cpu and tensor.dtype == torch.float32):
+                raise ValueError(f"{name}: native layers read float32 in host memory, got {tensor.dtype}")
             if tuple(tensor.shape) != wanted[name]:
                 raise ValueError(f"{name}: native layers expect {wanted[name]}, got {tuple(tensor.shape)}")
-        pointers[name] = None if tensor is None else tensor.data_ptr()
+
+
+def layer_struct(sizes: Sizes, constants: Constants, weights: Packed) -> LayerStruct:
+    """The struct of a layer, which must not outlive the weights."""
+    pointers = {name: None if part is None else part.data_ptr() for name, part in weights._asdict().items()}
     return LayerStruct(**sizes._asdict(), **constants._asdict(), **pointers)

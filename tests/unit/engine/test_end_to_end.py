@@ -92,12 +92,13 @@ class TestFaults:
             llm.generate([1], GREEDY)
 
     def test_a_worker_without_memory(self, checkpoint):
-        llm = LLM(checkpoint, device="cpu", max_num_batched_tokens=16000, max_num_seqs=16)
+        # Memory that malloc has set aside, 64 MiB a thread, is not enough for so many rows.
+        llm = LLM(checkpoint, device="cpu", max_num_batched_tokens=64000, max_num_seqs=64)
         with open(f"/proc/{llm.client.link.pid}/statm") as file:
             now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.prlimit(llm.client.link.pid, resource.RLIMIT_AS, (now, now))
         with pytest.raises(EngineDead, match="out of memory: lower gpu_memory_utilization"):
-            llm.generate([[i] * 1000 for i in range(16)], GREEDY, use_tqdm=False)
+            llm.generate([[i] * 1000 for i in range(64)], GREEDY, use_tqdm=False)
         llm.close()
 
     def test_a_damaged_disk_tier_and_then_a_full_one(self, checkpoint, process, tmp_path, rng):

@@ -19,7 +19,7 @@ from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
 from glm5.engine.build import build_core
 from glm5.engine.cache.kv_cache import KVCache
-from glm5.engine.runner.native import parameters_moved, use_native
+from glm5.engine.runner.native import parameters_moved, release, use_native
 from glm5.kernels import cpu_layer, native_code
 from glm5.model.packed import PackedView
 from tests.support.cached import CachedRun, view_of
@@ -128,6 +128,7 @@ def test_a_draft_reads_the_selection_it_is_given(seed):
 
 @pytest.mark.compiler
 def test_weights_may_change_in_place_and_may_move(seed):
+    """Native code has copies, made anew when it is told so."""
     model, other = random_model(seed), random_model(seed + 1)
     ids = list(range(1, 40))
     assert use_native(model)
@@ -135,6 +136,7 @@ def test_weights_may_change_in_place_and_may_move(seed):
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             tensor.copy_(other.state_dict()[name])
+    parameters_moved(model)
     wanted = other.logits(ids)
     torch.testing.assert_close(CachedRun(model, [ids]).finish().logits(), wanted, rtol=1e-4, atol=1e-4)
     for tensor in model.state_dict(keep_vars=True).values():
@@ -142,6 +144,41 @@ def test_weights_may_change_in_place_and_may_move(seed):
     parameters_moved(model)
     torch.testing.assert_close(CachedRun(model, [ids]).finish().logits(), wanted, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(before, wanted, atol=1e-2)
+
+
+@pytest.mark.compiler
+def test_copies_can_be_dropped_and_made_again(seed):
+    model = random_model(seed)
+    ids = list(range(1, 40))
+    assert use_native(model)
+    before = CachedRun(model, [ids]).finish().logits()
+    num_bytes = release(model)
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+    own = sum(weight.nbytes for weight in matrices) - model.model.embed_tokens.weight.nbytes
+    assert own <= num_bytes < 2 * own  # panels end in zeros
+    assert release(model) == 0
+    parameters_moved(model)
+    assert torch.equal(CachedRun(model, [ids]).finish().logits(), before)
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("name", ["tiny", "odd widths"])
+def test_a_row_has_the_same_bits_in_any_step_by_any_number_of_threads(name, seed, rng, monkeypatch):
+    """Also where threads are worth their start: 1,500 rows."""
+    monkeypatch.setattr(cpu_layer, "_threads", 1)
+    cfg = CONFIGS[name]
+    model = random_model(seed, cfg)
+    assert use_native(model)
+    sequences = [[rng.randrange(cfg.vocab_size) for _ in range(length)] for length in (900, 430, 170)]
+    whole = CachedRun(model, sequences).finish()
+    for threads in (2, 3):
+        cpu_layer.set_threads(threads)
+        other = CachedRun(model, sequences).finish()
+        assert all(torch.equal(other.logits(i), whole.logits(i)) for i in range(3))
+    by_hand = CachedRun(model, sequences)
+    while left := {i: len(ids) - by_hand.done[i] for i, ids in enumerate(sequences) if len(ids) > by_hand.done[i]}:
+        by_hand.advance({i: min(left[i], rng.choice([1, 3, 7, 64, 300])) for i in left})
+    assert all(torch.equal(by_hand.logits(i), whole.logits(i)) for i in range(3))
 
 
 @pytest.mark.compiler
@@ -169,8 +206,8 @@ def test_scores_that_are_no_numbers_stay_within_bounds(seed):
 def test_what_an_engine_runs(settings, dtype, native, seed):
     model = random_model(seed, dtype=dtype)
     core = build_core(model, EngineConfig(num_gpu_blocks_override=4, max_num_seqs=2, **settings))
-    assert (core.runner.model.model.layers[0].impl is not None) == native
-    assert model.model.layers[0].impl is None  # the caller's
+    assert (core.runner.model.trunk is not None) == native
+    assert model.trunk is None  # the caller's
     assert dict(core.info.table)["threads"].endswith("native code" if native else "torch")
 
 
@@ -188,7 +225,7 @@ def test_without_a_compiler_torch_runs_everything(monkeypatch, seed):
     monkeypatch.setattr(cpu_layer, "library", lambda: None)
     model = random_model(seed)
     assert not use_native(model)
-    assert model.model.layers[0].impl is None
+    assert model.trunk is None
 
 
 def test_without_a_compiler_it_is_said_once_in_a_line(monkeypatch, caplog):

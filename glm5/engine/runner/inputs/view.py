@@ -48,7 +48,7 @@ class StepView:
     _where: Where | None = None
     _planned: FewQueries | None = None
     _is_few: dict[int, bool] = field(default_factory=dict[int, bool])
-    _step: HostStep | None = None
+    _host_keys: HostKeys | None = None
 
     @classmethod
     def of(
@@ -110,7 +110,7 @@ class StepView:
                 _where=None,
                 _planned=None,
                 _is_few={},
-                _step=None,
+                _host_keys=None,
             )
 
     def share(self, shard: Shard) -> "StepView":
@@ -177,14 +177,13 @@ class StepView:
     ) -> None:
         """None: the cache holds latents. (Full prompts on a GPU: fused_model.py.)"""
 
-    def host_keys(self, layer_idx: int) -> HostKeys | None:
-        """Where the layer's keys lie, if in float32 in host memory, for native code (runner/native.py); else None."""
-        pools = self.cache.host_pools(layer_idx)
-        if pools is None or self.invariant:
-            return None
-        if self._step is None:
-            self._step = HostStep(self.table_BP, self.group_T, self.end_T, self.slot_mapping_T, self.cache.page_size)
-        return HostKeys(self._step, *pools, sees_few=self.max_end <= self.cache.cfg.index_topk)
+    def host_keys(self) -> HostKeys | None:
+        """Where the keys lie, if in float32 in host memory, for native code (runner/native.py); else None."""
+        pools = self.cache.host_pools
+        if self._host_keys is None and pools is not None and not self.invariant:
+            step = HostStep(self.table_BP, self.group_T, self.end_T, self.slot_mapping_T, self.cache.page_size)
+            self._host_keys = HostKeys(step, pools, sees_few=self.max_end <= self.cache.cfg.index_topk)
+        return self._host_keys
 
     def _few(self, num_heads: int) -> FewQueries | None:
         """On a CPU with few queries, their plan, which all layers share."""
