@@ -15,12 +15,13 @@ from glm5.engine import llm as llm_module
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.engine.transport.wire import Start
-from glm5.serve.app import create_app
-from glm5.serve.http.server import bind, serving
 
 
 def main(settings: str) -> None:
     """Serve until standard input ends."""
+    from glm5.serve.app import create_app
+    from glm5.serve.http.server import bind, serving
+
     given = json.loads(settings)
     # A module without its package: that package may be of another version, without this module.
     llm_module.Start = partial(Start, builder="scripted_engine:build")

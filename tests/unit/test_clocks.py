@@ -14,11 +14,13 @@ DATES = {
     "engine/tiers/folder.py",  # their age: an unfinished one that goes too soon is written again
     "engine/transport/kv_events.py",  # when a batch was sent, for whoever reads it
     "kernels/native_code.py",  # the age of an unfinished library's folder
+    "serve/app.py",  # when the server began, which /v1/models tells
     "serve/chat/answer.py",  # `created` of answers, as the API has it
     "serve/completions/answer.py",
+    "serve/coordination/front_ends.py",  # when the server began, for all front ends
     "serve/responses/answer.py",
-    "serve/service/service.py",
     "serve/sglang/loads.py",  # when the figures were read
+    "serve/vllm/generate_answer.py",  # `created`
 }
 
 

@@ -11,12 +11,12 @@ from glm5.serve.chat.body import ChatBody
 from glm5.serve.completions.answer import CompletionAnswer, PromptInput
 from glm5.serve.completions.body import CompletionBody
 from glm5.serve.generation.job import Step, Usage
-from glm5.serve.generation.logprobs import TokenSpeller
+from glm5.serve.generation.logprobs import TokenTexts
 from glm5.serve.http.sse import event
 from tests.support.tokenizers import tiny_tokenizer
 
 TEXTS = ["a", " the", '"', "\\", "\n", "é", "日", "😀", "\ufffd", "\ud800", "", "\0", "</script>", "x" * 50]
-SPELLER = TokenSpeller(tiny_tokenizer())
+SPELLER = TokenTexts(tiny_tokenizer())
 
 
 def make_steps(rng, num_answers, *, chat):

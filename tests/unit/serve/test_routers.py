@@ -190,9 +190,9 @@ def test_a_rendered_chat_is_the_prompt_that_is_computed(server):
     http, engine = server
     body = ASK | {"max_tokens": 5, "temperature": 0.5, "cache_salt": "x", "priority": 2, "top_k": 3}
     http.post(CHAT, json=body).raise_for_status()
-    prompt_ids, num_asked = engine.prompt_ids, engine.num_asked
+    prompt_ids, num_submitted = engine.prompt_ids, engine.num_submitted
     request = http.post(f"{CHAT}/render", json=body).raise_for_status().json()
-    assert engine.num_asked == num_asked, "nothing is generated"
+    assert engine.num_submitted == num_submitted, "nothing is generated"
     assert request["request_id"].startswith("chatcmpl-")
     assert request["token_ids"] == prompt_ids
     params = request["sampling_params"]

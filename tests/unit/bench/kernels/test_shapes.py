@@ -28,7 +28,7 @@ def test_products_of_codes(ranks):
     model = empty_model(cfg, frozenset(), torch.bfloat16, META, weight_formats(stored_of(cfg), cfg, META))
     found = set()
     for layer in (FusedLayer(model.model.layers[layer_idx]) for layer_idx in (0, 3)):
-        mlp = layer.mlp if isinstance(layer.mlp, FusedMLP) else layer.mlp.apart
+        mlp = layer.mlp if isinstance(layer.mlp, FusedMLP) else layer.mlp.shared_mlp
         for stack in (*layer.attention.stacks, *mlp.stacks):
             for run in stack.runs:
                 found |= sizes(stack.linears[run.start :], sum(stack.rows[run.start : run.stop]))
