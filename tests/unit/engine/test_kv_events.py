@@ -62,7 +62,7 @@ def test_a_router_knows_the_tree_of_random_schedulers():
     assert sum(events for _, events in found) > 200, "too little happens"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_router_knows_the_tree_after_ten_thousand_requests():
     num_requests = sum(live(10_000 + seed, num_requests=50, max_n=4)[0] for seed in range(200))
     assert num_requests >= 10_000
@@ -93,7 +93,7 @@ def test_a_router_knows_the_tree_of_random_engines(number, rng, tmp_path):
     TellingLife(rng, tmp_path).run(num_requests=14)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(60))
 def test_a_router_knows_the_tree_of_many_random_engines(number, rng, tmp_path):
     TellingLife(rng, tmp_path).run(num_requests=30)
