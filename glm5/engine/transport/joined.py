@@ -9,12 +9,11 @@ sends the engine `Leave` when this process has.
 
 import os
 import threading
-from contextlib import suppress
 
 import msgspec
 import zmq
 
-from glm5.engine.transport.link import CLOSED
+from glm5.engine.transport.link import CLOSED, received
 from glm5.engine.transport.wire import INBOX, OUTBOX, Close, Dead, Join, ToClient, ToEngine
 
 _RECONNECT_MS = 5  # until the engine has opened its end
@@ -81,11 +80,7 @@ class JoinedLink:
                 self._release()
 
     def _drain(self) -> list[ToClient]:
-        messages: list[ToClient] = []
-        with suppress(zmq.Again):
-            while True:
-                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
-        return messages
+        return received(self._inbox, self._decoder)
 
     def _release(self) -> None:
         with self._sending:

@@ -223,11 +223,7 @@ class ProcessLink:
         return messages
 
     def _drain(self) -> list[ToClient]:
-        messages: list[ToClient] = []
-        with suppress(zmq.Again):
-            while True:
-                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
-        return messages
+        return received(self._inbox, self._decoder)
 
     def _listen(self) -> bool:
         """Read heartbeats; False when the pipe is closed."""
@@ -273,6 +269,15 @@ class ProcessLink:
         socket.set(zmq.SNDHWM, 0)  # no limit: the scheduler bounds what is under way
         socket.set(zmq.RCVHWM, 0)
         return socket
+
+
+def received(inbox: "zmq.Socket[bytes]", decoder: "msgspec.msgpack.Decoder[ToClient]") -> list[ToClient]:
+    """All messages that are there, without waiting."""
+    messages: list[ToClient] = []
+    with suppress(zmq.Again):
+        while True:
+            messages.append(decoder.decode(inbox.recv(zmq.NOBLOCK)))
+    return messages
 
 
 def private_folder() -> str:

@@ -9,11 +9,10 @@ from fastapi import APIRouter, Depends
 from glm5 import __version__
 from glm5.common.errors import GlmError
 from glm5.engine.transport.wire import EngineInfo
+from glm5.serve.metrics.server_metrics import STATS_SECONDS
 from glm5.serve.service.service import Service, get_service
 
 router = APIRouter(tags=["info"])
-
-STATS_SECONDS = 1.0  # the engine answers after its current step, which may take longer
 
 Info = dict[str, Any]
 
