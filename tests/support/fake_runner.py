@@ -219,7 +219,6 @@ class FakeRunner:
             assert end == len(slot.tokens)
         else:
             start = len(slot.tokens) - 1
-            assert item.start >= start
         drafts = (slot.drafts + [0] * self.max_depth)[: item.depth]
         tokens, no_valid_token = self._draw(slot, drafts, item.slot)
         if no_valid_token:

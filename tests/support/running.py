@@ -19,6 +19,7 @@ from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs
 from glm5.model.glm5 import Glm5
 from glm5.model.moe import MoE
 from glm5.model.packed import PackedView
+from tests.support.scheduling.plans import in_order
 
 
 @dataclass
@@ -122,7 +123,7 @@ class Bench:
         out.num_accepted += sum(result.num_accepted)
         for seq_id, entries in result.prompt_logprobs.items():
             out.prompt_logprobs.setdefault(seq_id - first, []).extend(entries)
-        for gained in self.scheduler.apply(plan.step, result.tokens):
+        for gained in in_order(plan, self.scheduler.apply(plan.step, result.tokens)):
             out.tokens[gained.seq_id - first] += gained.token_ids
             entries = result.logprobs.get(gained.seq_id, [])[: len(gained.token_ids)]
             out.logprobs.setdefault(gained.seq_id - first, []).extend(entries)

@@ -115,11 +115,12 @@ class StepCase:
             count = load.context - load.start
             items = [Item(i, i, load.start, count, 0, "prefill", samples=True) for i in range(B)]
             bucket = Bucket(B, 0, load.num_tokens, decodes_only=False)
-            return StepPlan(1, 0, items=items, num_tokens=load.num_tokens, bucket=bucket), specs
+            return StepPlan(1, 0, items=items, num_tokens=load.num_tokens, max_end=load.context, bucket=bucket), specs
         slots.token_YS[:B, load.context - 1] = torch.randint(2, cfg.vocab_size, (B,), generator=gen).to(slots.device)
         rows = 1 + load.depth
-        items = [Item(i, i, load.context - 1, rows, load.depth, "decode", samples=True) for i in range(B)]
+        items = [Item(i, i, -1, rows, load.depth, "decode", samples=True) for i in range(B)]
         plan = StepPlan(1, 0, items=items, num_tokens=B * rows, depth=load.depth, draft_depth=load.depth)
+        plan.max_end = load.context - 1 + rows
         plan.bucket = Bucket(B, load.depth, B * rows, decodes_only=True)
         return plan, specs
 

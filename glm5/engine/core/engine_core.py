@@ -116,6 +116,8 @@ class EngineCore:
         self._specs: dict[int, SeqSpec] = {}
         self._reports: dict[int, PromptReport] = {}
         self._constrained: dict[int, Reply] = {}
+        # Answers of which all that can be said until their end is their tokens.
+        self._plain: set[int] = set()
         self._unread: deque[tuple[StepPlan, int, Launched, float]] = deque()
         self._last_read = 0.0
         self._draft_depth = config.max_depth
@@ -216,9 +218,8 @@ class EngineCore:
             case StopAnswer(seq_id=seq_id):
                 # The client has ended it: no update follows, whatever is still computed.
                 self.intake.abort((seq_id,))
-                if self._replies.pop(seq_id, None) is not None:
+                if self._drop_reply(seq_id):
                     self.counters.finished["stop"] += 1
-                    self._constrained.pop(seq_id, None)
                     self.send_to_scheduler(Finish(seq_id))
             case StatsCall(call_id=call_id):
                 self._answers.append(Answer(call_id, self.stats()))
@@ -271,7 +272,7 @@ class EngineCore:
         plan = scheduler.plan(scheduler.next_step)
         self.counters.count_plan(plan)
         for output in plan.ended:
-            self._report(output, plan.version)
+            self._report(output, plan)
         for entered in plan.entered:
             if entered.donor_slot is None and (report := self._reports.get(entered.seq_id)) is not None:
                 report.restart()
@@ -312,11 +313,15 @@ class EngineCore:
         began, self._last_read = max(launched_at, self._last_read), time.perf_counter()
         self.counters.count_step(plan.items, sum(map(len, result.tokens.values())), self._last_read - began)
         note_prompts(plan.items, result, self._reports)
-        for output in self.scheduler.apply(plan.step, result.tokens):
-            if output.seq_id in result.no_valid_token:
-                self._fail(output, _why_no_valid_token(self._specs[output.seq_id].params))
-            else:
-                self._report(output, plan.version, result)
+        outputs = self.scheduler.apply(plan.step, result.tokens)
+        if result.no_valid_token or not self._plain.issuperset(outputs.seq_ids):
+            for output in outputs.running():
+                self._report(output, plan, result)
+        elif outputs.seq_ids:
+            self.counters.sampled += len(outputs.token_ids)
+            self._growth = Growth(plan.version, outputs.seq_ids, outputs.token_ids, outputs.counts)
+        for output in outputs.ended:
+            self._report(output, plan, result)
         self._end_results()
         # After the depth was raised, drafts beyond `draft_depth` are stale ones, which must not be counted.
         drafted = [count if position < draft_depth else 0 for position, count in enumerate(result.num_drafted)]
@@ -325,10 +330,18 @@ class EngineCore:
         if self.depth is not None:
             self.depth.observe(drafted, accepted)
 
-    def _report(self, output: Output, version: int, result: StepResult | None = None) -> None:
-        """Queue the update with an answer's new tokens, unless the answer was ended already."""
+    def _report(self, output: Output, plan: StepPlan, result: StepResult | None = None) -> None:
+        """Queue the new tokens of an answer, unless the answer was ended already. `result`: of the step that sampled
+        them; None if `output` ends the answer without a step."""
         seq_id, token_ids, reason = output
         reply = self._replies.get(seq_id)
+        if result is not None and seq_id in result.no_valid_token:
+            self._fail(output, _why_no_valid_token(self._specs[seq_id].params))
+            return
+        if seq_id in self._plain and reason is None:
+            self.counters.sampled += len(token_ids)
+            self._grow(seq_id, token_ids, plan.version)
+            return
         if reply is not None:
             if reply.matcher is not None and result is not None:
                 if not reply.matcher.advance(token_ids):
@@ -337,14 +350,11 @@ class EngineCore:
                 if reply.matcher.is_slow:
                     self._fail(output, "structured_outputs takes too long for each token; simplify it")
                     return
-                reply.drafts = result.drafts[seq_id]
+                reply.drafts = result.drafts[seq_id] if self.config.max_depth else ()
             self.counters.count_output(output)
-            if reply.is_plain and reason is None:
-                if token_ids:
-                    reply.num_tokens += len(token_ids)
-                    self._grow(seq_id, token_ids, version)
-            else:
-                self._updates.append(reply.update(token_ids, version, reason, result))
+            self._updates.append(reply.update(token_ids, plan.version, reason, result))
+            if reply.is_plain:
+                self._plain.add(seq_id)
         if reason is not None:
             self._forget(seq_id)
 
@@ -363,17 +373,21 @@ class EngineCore:
             self._emit(Update(seq_id, [], self.scheduler.version, "error", why))
         if output.reason is None:
             self.send_to_scheduler(Finish(seq_id, "error"))
-            self._replies.pop(seq_id, None)
-            self._constrained.pop(seq_id, None)
+            self._drop_reply(seq_id)
         else:
             self._forget(seq_id)
 
     def _forget(self, seq_id: int) -> None:
         """Drop the state of a sequence that the scheduler has removed."""
-        self._replies.pop(seq_id, None)
+        self._drop_reply(seq_id)
         self._specs.pop(seq_id, None)
         self._reports.pop(seq_id, None)
+
+    def _drop_reply(self, seq_id: int) -> bool:
+        """No more updates of this answer. Returns whether there would have been any."""
+        self._plain.discard(seq_id)
         self._constrained.pop(seq_id, None)
+        return self._replies.pop(seq_id, None) is not None
 
     def _emit(self, update: Update) -> None:
         """Queue an update that ends an answer without tokens."""

@@ -64,10 +64,11 @@ class PromptReport:
 
 @dataclass(slots=True)
 class Reply:
-    """One answer under way. `num_tokens` includes the prompt. `drafts`: those of its next step, for its grammar.
+    """One answer under way. `drafts`: those of its next step, for its grammar.
 
-    `num_cached`: prompt tokens found in a cache. `began`: when its first step was launched. `num_routed`: tokens whose
-    experts were reported. `is_plain`: until its end, all that can be said of it is its tokens.
+    `num_tokens` includes the prompt, and is counted until the answer `is_plain`. `num_cached`: prompt tokens found in a
+    cache. `began`: when its first step was launched. `num_routed`: tokens whose experts were reported. `is_plain`:
+    until its end, all that can be said of it is its tokens.
     """
 
     seq_id: int
@@ -104,7 +105,7 @@ class Reply:
                 own = self._own_experts(result.routed.get(self.seq_id))
                 update.routed = update.routed.then(own) if update.routed and own else update.routed or own
         is_told = self.report is None or (self.report.is_taken and not self.spec.routed)
-        self.is_plain = is_told and self.spec.params.logprobs is None
+        self.is_plain = is_told and self.matcher is None and self.spec.params.logprobs is None
         return update
 
     def _own_experts(self, routed: RoutedExperts | None) -> RoutedExperts | None:

@@ -100,7 +100,7 @@ class Follower:
         self.scheduler.deliver(order.step, order.messages)
         plan = self.scheduler.plan(order.step)
         for output in plan.ended:
-            self._forget(output.seq_id, output.reason)
+            self._specs.pop(output.seq_id, None)
         self._planned = plan, order.messages
 
     def _launch(self) -> None:
@@ -116,12 +116,8 @@ class Follower:
             read, launched = self._unread.popleft()
             tokens = launched.read().tokens
             self._digest = digest_of(self._digest, read.step, tokens)
-            for output in self.scheduler.apply(read.step, tokens):
-                self._forget(output.seq_id, output.reason)
-
-    def _forget(self, seq_id: int, reason: str | None) -> None:
-        if reason is not None:
-            self._specs.pop(seq_id, None)
+            for output in self.scheduler.apply(read.step, tokens).ended:
+                self._specs.pop(output.seq_id, None)
 
 
 def _reply_after(call: int, action: Callable[[], object]) -> RankReply:

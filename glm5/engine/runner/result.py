@@ -116,35 +116,43 @@ def _each_tensor(owner: Any, change: Any) -> None:
 
 
 def _result(pending: Pending) -> StepResult:
-    result = StepResult()
+    sampling = pending.sampling
     tokens, counts = pending.tokens_B.tolist(), pending.count_B.tolist()
-    drafts = None if pending.drafts_B is None else pending.drafts_B.tolist()
-    any_invalid = bool(pending.no_valid_token_T.any())
-    drafted, accepted = [0] * pending.max_depth, [0] * pending.max_depth
-    rows = None if pending.logprobs is None else _entries(pending.logprobs)
-    for index, item in enumerate(pending.sampling):
-        seq_id, count = item.seq_id, counts[index]
-        result.tokens[seq_id] = tokens[index][:count]
-        if drafts is not None:
-            result.drafts[seq_id] = drafts[index]
-        for position in range(item.depth):
-            drafted[position] += 1
-            accepted[position] += position < count - 1
-        place = int(pending.sample_index_B[index])
-        if any_invalid and bool(pending.no_valid_token_T[place : place + count].any()):
-            result.no_valid_token.add(seq_id)
-        if rows is not None and seq_id in pending.shown:
-            ids = result.tokens[seq_id]
-            result.logprobs[seq_id] = rows.of(ids, place, pending.shown[seq_id])
+    seq_ids = [item.seq_id for item in sampling]
+    if pending.tokens_B.shape[1] > 1:
+        tokens = [ids[:count] for ids, count in zip(tokens, counts, strict=False)]
+    result = StepResult(dict(zip(seq_ids, tokens, strict=False)))
+    if pending.drafts_B is not None and pending.max_depth:
+        result.drafts = dict(zip(seq_ids, pending.drafts_B.tolist(), strict=False))
+    result.num_drafted, result.num_accepted = _count_drafts(sampling, counts, pending.max_depth)
+    if bool(pending.no_valid_token_T.any()):
+        for seq_id, count, place in zip(seq_ids, counts, pending.sample_index_B.tolist(), strict=False):
+            if bool(pending.no_valid_token_T[place : place + count].any()):
+                result.no_valid_token.add(seq_id)
+    if pending.logprobs is not None and pending.shown:
+        rows = _entries(pending.logprobs)
+        for seq_id, place in zip(seq_ids, pending.sample_index_B.tolist(), strict=False):
+            if seq_id in pending.shown:
+                result.logprobs[seq_id] = rows.of(result.tokens[seq_id], place, pending.shown[seq_id])
     for seq_id, prompt in pending.prompt_logprobs.items():
         entries = _entries(prompt.found)
         result.prompt_logprobs[seq_id] = entries.of(prompt.token_S.tolist(), 0, prompt.num_logprobs)
     if pending.expert_ids_T is not None:
-        counts_of = dict(zip((item.seq_id for item in pending.sampling), counts, strict=False))
+        counts_of = dict(zip(seq_ids, counts, strict=False))
         for item, first in pending.routed:
             result.routed[item.seq_id] = _routed(pending, item, first, counts_of)
-    result.num_drafted, result.num_accepted = drafted, accepted
     return result
+
+
+def _count_drafts(items: Sequence[Item], counts: Sequence[int], max_depth: int) -> tuple[list[int], list[int]]:
+    """Checked drafts, and accepted ones, by draft position. `counts`: committed tokens."""
+    drafted, accepted = [0] * max_depth, [0] * max_depth
+    if max_depth:
+        for item, count in zip(items, counts, strict=False):
+            for position in range(item.depth):
+                drafted[position] += 1
+                accepted[position] += position < count - 1
+    return drafted, accepted
 
 
 @dataclass(frozen=True)

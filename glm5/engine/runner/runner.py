@@ -169,7 +169,7 @@ class Runner:
         bucket, items, steps = plan.bucket, plan.items, self.steps
         assert bucket is not None, f"{plan.step=}"
         assert steps is not None, f"{plan.step=}"
-        shape, max_end = Shape(bucket.num_seqs, bucket.depth), _max_end(plan) + self.max_depth
+        shape, max_end = Shape(bucket.num_seqs, bucket.depth), plan.max_end + self.max_depth
         buffers, sampled = steps.run(batch, shape, max_end, plan.draft_depth if self._drafter is not None else 0)
         tokens_B, count_B, drafts_B, no_valid_token_T = buffers.unpack(buffers.result)
         pending = Pending(
@@ -181,7 +181,7 @@ class Runner:
             drafts_B=drafts_B,
             no_valid_token_T=no_valid_token_T,
             logprobs=None if sampled is None else sampled.logprobs,
-            shown=_shown(items, specs),
+            shown={} if sampled is None else _shown(items, specs),
             packed=buffers.result,
             unpack=buffers.unpack,
         )
@@ -198,7 +198,7 @@ class Runner:
         if plan.depth:
             self.slots.assume(self._upload(batch).sampling_slot_B)
         sampling = tuple([item for item in plan.items if item.samples])
-        max_end = _max_end(plan)  # without drafts: otherwise full prompts of index_topk tokens would select keys
+        max_end = plan.max_end  # without drafts: otherwise full prompts of index_topk tokens would select keys
         if self.prompts is not None:
             ran = self.prompts.run(batch, max_end)
             on = self._upload(batch)
@@ -338,11 +338,6 @@ def _placement(slot: int, token_ids: Sequence[int], spec: SeqSpec) -> Placement:
         stop_ids=spec.stop_ids,
         bad_words=spec.bad_words,
     )
-
-
-def _max_end(plan: StepPlan) -> int:
-    """The most keys that a row of the step attends to."""
-    return max([item.start + item.num_rows for item in plan.items])
 
 
 def _shown(items: Sequence[Item], specs: Mapping[int, SeqSpec]) -> dict[int, int]:

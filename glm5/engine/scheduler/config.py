@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from glm5.common.errors import ConfigError, RequestError
 from glm5.engine.scheduler.messages import Submit, Tier
+from glm5.engine.scheduler.plan import Bucket, StepPlan
 
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
@@ -127,6 +128,12 @@ class SchedulerConfig:
     def batch_bucket(self, num_seqs: int) -> int:
         """Sequences that a decoding step of `num_seqs` is padded to."""
         return bucket_of(num_seqs, self.batch_buckets, self.max_num_seqs)
+
+    def bucket(self, plan: StepPlan) -> Bucket:
+        """The static shape of a planned step."""
+        num_seqs, decodes_only = self.batch_bucket(len(plan.items)), plan.items[-1].kind == "decode"
+        num_tokens = num_seqs * (1 + plan.depth) if decodes_only else self.token_bucket(plan.num_tokens)
+        return Bucket(num_seqs, plan.depth, num_tokens, decodes_only)
 
     def token_bucket(self, num_tokens: int) -> int:
         """Tokens that a mixed step of `num_tokens` is padded to."""

@@ -49,13 +49,10 @@ from glm5.engine.scheduler.messages import (
     TierChange,
 )
 from glm5.engine.scheduler.page_manager import PageManager
-from glm5.engine.scheduler.plan import Bucket, EndReason, Entered, Item, Output, StepPlan, Wait
-from glm5.engine.scheduler.sequence import Group, Sequence
+from glm5.engine.scheduler.plan import EndReason, Entered, Item, Output, Outputs, StepPlan, Wait
+from glm5.engine.scheduler.sequence import Group, InFlight, Sequence
 
 _rank = attrgetter("rank")
-
-# A launched item: its sequence, the most tokens that it samples, and the end of a prompt chunk that samples none.
-InFlight = tuple[Sequence, int, int]
 
 
 class Scheduler:
@@ -78,7 +75,7 @@ class Scheduler:
         self.live: dict[int, Sequence] = {}
         self._num_arrived = 0
         self._messages: list[tuple[int, Message]] = []
-        self._unread: list[tuple[int, list[InFlight]]] = []
+        self._unread: list[InFlight] = []
         self._free_slots = list(range(config.max_num_seqs))
         self._left: list[int] = []
         self._to_wake: list[Group] = []
@@ -118,7 +115,7 @@ class Scheduler:
         self._apply_messages(plan)
         plan.version = self.version
         if not self.is_paused:
-            in_flight: list[InFlight] = []
+            in_flight = InFlight(step)
             self._make_room_for_better(plan)
             is_full = self._plan_full_prompts(plan, in_flight)
             if not is_full:
@@ -127,9 +124,10 @@ class Scheduler:
                 self._plan_prompts(plan, in_flight, may_admit=not is_short)
             self._was_full = is_full
             if plan.items:
-                self._unread.append((step, in_flight))
-                plan.bucket = self._bucket(plan)
-                plan.draft_depth = min(self.depth, max([seq.max_depth for seq, *_ in in_flight]))
+                self._unread.append(in_flight)
+                plan.bucket = self.config.bucket(plan)
+                if self.depth:
+                    plan.draft_depth = min(self.depth, in_flight.max_depth)
         if self.page_manager.transfers.has_work:
             self.page_manager.transfers.issue(plan)
         plan.table = self.page_manager.table_entries()
@@ -138,38 +136,57 @@ class Scheduler:
             plan.wait = self._wait()
         return plan
 
-    def apply(self, step: int, results: Mapping[int, Ids[int]]) -> list[Output]:
+    def apply(self, step: int, results: Mapping[int, Ids[int]]) -> Outputs:
         """Commit the tokens that `step`, the oldest unread one, sampled: 1 to 1 + depth for each sequence, in order.
 
-        Results of sequences that have ended are ignored, and may be missing. Returns the other sequences' new tokens.
+        Results of sequences that have ended are ignored, and may be missing.
         """
         assert self._unread, f"{step=} was not launched, or is read"
-        launched, in_flight = self._unread.pop(0)
-        assert step == launched, f"{step=}, but {launched} is the oldest unread"
-        outputs: list[Output] = []
-        size = self.config.page_size
-        for seq, gain, end in in_flight:
+        in_flight = self._unread.pop(0)
+        assert step == in_flight.step, f"{step=}, but {in_flight.step} is the oldest unread"
+        outputs, live, size = Outputs(), self.live, self.config.page_size
+        add_id, token_ids, add_count = outputs.seq_ids.append, outputs.token_ids, outputs.counts.append
+        for seq, gain in zip(in_flight.decoding, in_flight.gains, strict=True):
             seq.in_flight -= 1
-            if seq.seq_id not in self.live:
+            if (seq_id := seq.seq_id) not in live:
                 continue
-            if not gain:
-                if seq.slot is not None:
-                    seq.confirmed = end
-                    self.page_manager.share_full_pages(seq)
+            sampled, tokens = results[seq_id], seq.tokens
+            count = len(sampled)
+            assert 1 <= count <= gain, f"{sampled=} {gain=}"
+            if seq.slot is not None and gain > 1:
+                seq.min_len += count - 1
+                seq.max_len += count - gain
+            if len(tokens) + count >= seq.cap or not seq.stop_ids.isdisjoint(sampled):
+                self._commit(seq, sampled, outputs)
                 continue
-            sampled = results[seq.seq_id]
-            assert 1 <= len(sampled) <= gain, f"{sampled=} {gain=}"
-            taken, reason = seq.commit(sampled)
+            tokens += sampled
+            add_id(seq_id)
+            token_ids += sampled
+            add_count(count)
             if seq.slot is not None:
-                seq.min_len += len(sampled) - 1
-                seq.max_len += len(sampled) - gain
-                seq.confirmed = len(seq.tokens) - 1
-                if seq.confirmed // size > seq.num_in_tree:
+                seq.confirmed = confirmed = len(tokens) - 1
+                if confirmed // size > seq.num_in_tree:
                     self.page_manager.share_full_pages(seq)
-            if reason is not None:
-                self._end(seq)
-            outputs.append(Output(seq.seq_id, taken, reason))
+        for seq, samples, end in in_flight.chunks:
+            seq.in_flight -= 1
+            if samples and seq.seq_id in live:
+                self._commit(seq, results[seq.seq_id], outputs)
+            elif seq.slot is not None:
+                seq.confirmed = end
+                self.page_manager.share_full_pages(seq)
         return outputs
+
+    def _commit(self, seq: Sequence, sampled: Ids[int], outputs: Outputs) -> None:
+        """Commit tokens that may end the sequence."""
+        taken, reason = seq.commit(sampled)
+        if seq.slot is not None:
+            seq.confirmed = len(seq.tokens) - 1
+            self.page_manager.share_full_pages(seq)
+        if reason is None:
+            outputs.add(seq.seq_id, taken)
+        else:
+            outputs.ended.append(Output(seq.seq_id, taken, reason))
+            self._end(seq)
 
     def _apply_messages(self, plan: StepPlan) -> None:
         if not self._messages:
@@ -259,7 +276,7 @@ class Scheduler:
         self.page_manager.release(seq)
         heappush(self._free_slots, seq.slot)
         self._left.append(seq.slot)
-        seq.slot, seq.decodes = None, False
+        seq.slot, seq.decodes, seq.item = None, False, None
         self._wake(seq.group)
 
     def _wake(self, group: Group) -> None:
@@ -278,13 +295,13 @@ class Scheduler:
         if not (self.waiting and (self.prompting or self.decoding)):
             return
         head = self.waiting[0]
-        if self._youngest().rank[0] <= head.rank[0] or head.in_flight or self._must_hold(head):
+        if self._youngest().rank[0] <= head.rank[0] or head.in_flight or head.must_be_held:
             return
         running = self.running
         lower_priority = [seq for seq in running if seq.rank[0] > head.rank[0]]
         while lower_priority:
             headroom = 0 if len(lower_priority) == len(running) else self._headroom()
-            found = self.page_manager.find(head, self._donor(head), headroom)
+            found = self.page_manager.find(head, head.donor, headroom)
             if self._free_slots and not found.num_short:
                 return
             if found.num_short > self.page_manager.exclusive_pages(lower_priority):
@@ -292,32 +309,38 @@ class Scheduler:
             self._preempt(lower_priority.pop(), plan)
             running = self.running
 
-    def _plan_decodes(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
+    def _plan_decodes(self, plan: StepPlan, in_flight: InFlight) -> bool:
         """Plan rows for every decoding sequence that can run. Returns whether some lacked pages."""
-        depth = self._common_depth()
-        items, num_tokens, deepest, is_short = plan.items, 0, 0, False
-        for seq in list(self.decoding):
-            low, cap = seq.min_len, seq.cap
-            if low >= cap or seq.slot is None or (seq.needs_last_token and seq.in_flight):
-                continue
+        depth, is_short, end = self._common_depth(), False, 0
+        add_item, add_decoding, add_gain = plan.items.append, in_flight.decoding.append, in_flight.gains.append
+        for seq in self.decoding.copy():
             high, drafts = seq.max_len, depth
-            if drafts:
-                drafts = min(drafts, seq.max_depth, cap - low - 1)
-            if high + max(0, 2 * drafts - 1) > seq.covered and seq.covered < cap - 1:
-                num_preempted = len(plan.preempted)
-                drafts = self._grow(seq, drafts, plan)
-                is_short |= drafts < 0 or len(plan.preempted) > num_preempted
-                if drafts < 0:
+            # Most often nothing is to be decided: room for the next token, and none is certain to be the last.
+            if drafts or high >= seq.cap or high > seq.covered or seq.needs_last_token:
+                low, cap = seq.min_len, seq.cap
+                if low >= cap or seq.slot is None or (seq.needs_last_token and seq.in_flight):
                     continue
-            items.append(Item(seq.seq_id, seq.slot, high - 1, 1 + drafts, drafts, "decode", True))  # noqa: FBT003
-            in_flight.append((seq, 1 + drafts, 0))
-            seq.min_len = low + 1
-            seq.max_len = high + 1 + drafts
+                drafts = min(drafts, seq.max_depth, cap - low - 1)
+                if high + max(0, 2 * drafts - 1) > seq.covered and seq.covered < cap - 1:
+                    num_preempted = len(plan.preempted)
+                    drafts = self._grow(seq, drafts, plan)
+                    is_short |= drafts < 0 or len(plan.preempted) > num_preempted
+                    if drafts < 0:
+                        continue
+            item = seq.item
+            if item is None or item.depth != drafts:
+                assert seq.slot is not None
+                item = seq.item = Item(seq.seq_id, seq.slot, -1, 1 + drafts, drafts, "decode", samples=True)
+            add_item(item)
+            add_decoding(seq)
+            add_gain(1 + drafts)
+            seq.min_len += 1
+            seq.max_len = high = high + 1 + drafts
             seq.in_flight += 1
-            num_tokens += 1 + drafts
-            if drafts > deepest:
-                deepest = drafts
-        plan.num_tokens, plan.depth = num_tokens, deepest
+            if high > end:
+                end = high
+        plan.max_end = max(0, end - 1)
+        plan.num_tokens, plan.depth = sum(in_flight.gains), max(in_flight.gains, default=1) - 1
         return is_short
 
     def _grow(self, seq: Sequence, drafts: int, plan: StepPlan) -> int:
@@ -335,17 +358,17 @@ class Scheduler:
             self._preempt(youngest, plan)
         return min(drafts, seq.covered - seq.max_len) if seq.covered < seq.cap - 1 else drafts
 
-    def _plan_full_prompts(self, plan: StepPlan, in_flight: list[InFlight]) -> bool:
+    def _plan_full_prompts(self, plan: StepPlan, in_flight: InFlight) -> bool:
         """Plan a step that contains only full prompts, if it is their turn. Returns whether it did."""
         most = self.max_prompt_tokens if self.decoding else None
         limit, budget = self.config.full_prompt_limit(most), self.config.prompt_budget(most)
-        if self._was_full and (self.decoding or any(not self._is_full(seq, limit) for seq in self.prompting)):
+        if self._was_full and (self.decoding or any(not seq.is_full(limit) for seq in self.prompting)):
             return False
         if self.decoding and self._num_full(limit, budget) < self.config.full_prompt // 2:
             return False  # for so few tokens, an additional step costs more than faster attention gains
         chosen: list[Sequence] = []
         for seq in self.prompting:
-            if self._is_full(seq, min(limit, budget)):
+            if seq.is_full(min(limit, budget)):
                 chosen.append(seq)
                 budget -= seq.goal
         while self.waiting and self._would_be_full(self.waiting[0], min(limit, budget)):
@@ -360,25 +383,21 @@ class Scheduler:
 
     def _num_full(self, limit: int, budget: int) -> int:
         """Tokens of prompts that could be computed in one chunk; it stops counting at `budget`."""
-        count = sum(seq.goal for seq in self.prompting if self._is_full(seq, limit))
+        count = sum(seq.goal for seq in self.prompting if seq.is_full(limit))
         for seq in self.waiting:
             if count >= budget or len(seq.tokens) > limit:
                 break
             count += len(seq.tokens)
         return count
 
-    @staticmethod
-    def _is_full(seq: Sequence, limit: int) -> bool:
-        return seq.restore is None and not seq.computed and seq.goal <= limit
-
     def _would_be_full(self, seq: Sequence, limit: int) -> bool:
         """Whether a waiting prompt could be computed in one chunk: nothing of it is cached or shared."""
-        if len(seq.tokens) > limit or self._must_hold(seq) or (donor := self._donor(seq)) is not None:
+        if len(seq.tokens) > limit or seq.must_be_held or (donor := seq.donor) is not None:
             return False
         found = self.page_manager.find(seq, donor, self._headroom())
         return not (found.num_matched or found.lower)
 
-    def _plan_prompts(self, plan: StepPlan, in_flight: list[InFlight], *, may_admit: bool) -> None:
+    def _plan_prompts(self, plan: StepPlan, in_flight: InFlight, *, may_admit: bool) -> None:
         """Split the rest of the budget among prompts: at most half of a step for each, then the remainder to one."""
         most = self.config.prompt_budget(self.max_prompt_tokens if plan.items else None)
         budget = min(self.config.max_tokens_per_step - plan.num_tokens, most)
@@ -388,7 +407,7 @@ class Scheduler:
         half = min(chunk, max(1, most // 2))
         shares: list[tuple[Sequence, int]] = []
         for seq in self.prompting:
-            if budget and seq.restore is None and not self._is_full(seq, left):
+            if budget and seq.restore is None and not seq.is_full(left):
                 shares.append((seq, min(seq.goal - seq.computed, half, budget)))
                 budget -= shares[-1][1]
         while may_admit and budget and self.waiting and len(self.waiting[0].tokens) > left:
@@ -406,13 +425,14 @@ class Scheduler:
         for seq, count in shares:
             self._plan_chunk(seq, count, plan, in_flight)
 
-    def _plan_chunk(self, seq: Sequence, count: int, plan: StepPlan, in_flight: list[InFlight]) -> None:
+    def _plan_chunk(self, seq: Sequence, count: int, plan: StepPlan, in_flight: InFlight) -> None:
         assert seq.slot is not None
         end = seq.computed + count
         samples = end == seq.goal
         plan.items.append(Item(seq.seq_id, seq.slot, seq.computed, count, 0, "prefill", samples))
         plan.num_tokens += count
-        in_flight.append((seq, int(samples), end))
+        plan.max_end = max(plan.max_end, end)
+        in_flight.chunks.append((seq, samples, end))
         seq.computed = end
         seq.in_flight += 1
         if samples:
@@ -430,13 +450,13 @@ class Scheduler:
         """Admit the first waiting sequence, and no other: a short one never overtakes a long one."""
         while self.waiting:
             seq = self.waiting[0]
-            if self._must_hold(seq):
+            if seq.must_be_held:
                 seq.group.held.append(self.waiting.pop(0))
                 continue
             # The unread step of a preempted sequence may add tokens to it, or end it.
             if seq.in_flight or not self._free_slots:
                 return None
-            donor = self._donor(seq)
+            donor = seq.donor
             found = self.page_manager.find(seq, donor, self._headroom())
             if found.num_short:
                 return None
@@ -451,21 +471,6 @@ class Scheduler:
             plan.entered.append(Entered(seq.seq_id, seq.slot, list(seq.tokens), tuple(seq.pages), *hits, donor_slot))
             return seq
         return None
-
-    def _donor(self, seq: Sequence) -> Sequence | None:
-        """A sequence of the same request whose pages will contain the full prompt once earlier plans have run.
-
-        (This plan's last chunks are planned after its admissions.)
-        """
-        if not seq.is_fresh:
-            return None
-        return next((other for other in seq.group.members if other.decodes and other.is_pure), None)
-
-    def _must_hold(self, seq: Sequence) -> bool:
-        """Whether another sequence of the request is computing the prompt, so that `seq` should wait for it."""
-        if not seq.is_fresh or self._donor(seq) is not None:
-            return False
-        return any(other.slot is not None and not other.decodes for other in seq.group.members)
 
     def _headroom(self) -> int:
         """Pages to leave for running sequences to grow; 0 if none runs, since every checked request fits alone."""
@@ -482,11 +487,6 @@ class Scheduler:
 
     def _youngest(self) -> Sequence:
         return max((queue[-1] for queue in (self.prompting, self.decoding) if queue), key=_rank)
-
-    def _bucket(self, plan: StepPlan) -> Bucket:
-        num_seqs, decodes_only = self.config.batch_bucket(len(plan.items)), plan.items[-1].kind == "decode"
-        num_tokens = num_seqs * (1 + plan.depth) if decodes_only else self.config.token_bucket(plan.num_tokens)
-        return Bucket(num_seqs, plan.depth, num_tokens, decodes_only)
 
     def _wait(self) -> Wait:
         """What a plan without items waits for."""

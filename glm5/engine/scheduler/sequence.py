@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from glm5.engine.cache.prefix import Node
 from glm5.engine.scheduler.messages import Submit, Tier
-from glm5.engine.scheduler.plan import EndReason
+from glm5.engine.scheduler.plan import EndReason, Item
 from glm5.engine.tiers.key import PageKey
 
 Rank = tuple[int, int]
@@ -64,6 +64,7 @@ class Sequence:
         "group",
         "in_flight",
         "is_pure",
+        "item",
         "max_depth",
         "max_len",
         "min_len",
@@ -98,6 +99,8 @@ class Sequence:
         self.decodes = False
         # Unread steps with this sequence.
         self.in_flight = 0
+        # Its rows in the last step in which it decoded.
+        self.item: Item | None = None
         self.restore: Restore | None = None
         # Its position in the prefix tree, and the last match while it waits.
         self.node: Node | None = None
@@ -113,6 +116,27 @@ class Sequence:
         """Whether it has no answer token yet, so that it needs only the prompt's pages."""
         return len(self.tokens) == self.num_prompt
 
+    def is_full(self, limit: int) -> bool:
+        """Whether its prompt can be computed in one chunk of at most `limit` tokens."""
+        return self.restore is None and not self.computed and self.goal <= limit
+
+    @property
+    def donor(self) -> "Sequence | None":
+        """A sequence of the same request whose pages will contain the full prompt once earlier plans have run.
+
+        (This plan's last chunks are planned after its admissions.)
+        """
+        if not self.is_fresh:
+            return None
+        return next((other for other in self.group.members if other.decodes and other.is_pure), None)
+
+    @property
+    def must_be_held(self) -> bool:
+        """Whether another sequence of the request is computing the prompt, so that this one should wait for it."""
+        if not self.is_fresh or self.donor is not None:
+            return False
+        return any(other.slot is not None and not other.decodes for other in self.group.members)
+
     def commit(self, token_ids: Ids[int]) -> tuple[Ids[int], EndReason | None]:
         """Append sampled tokens, up to the one that ends the answer. Returns the appended ones, and the end reason."""
         tokens, reason = self.tokens, None
@@ -127,3 +151,19 @@ class Sequence:
                     break
         tokens.extend(token_ids)
         return token_ids, reason
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A launched step: decoding sequences with the most tokens that each samples, then the chunks of prompts, each with
+    whether it samples and its end."""
+
+    step: int
+    decoding: list[Sequence] = field(default_factory=list)
+    gains: list[int] = field(default_factory=list)
+    chunks: list[tuple[Sequence, bool, int]] = field(default_factory=list)
+
+    @property
+    def max_depth(self) -> int:
+        """The most drafts that one of its sequences may have."""
+        return max([seq.max_depth for seq in (*self.decoding, *(seq for seq, *_ in self.chunks))])

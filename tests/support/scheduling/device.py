@@ -138,22 +138,22 @@ class Device:
         for item in plan.items:
             state = self.slots[item.slot]
             assert state.seq_id == item.seq_id, f"{item} in the slot of {state.seq_id}"
-            sampled = self._chunk(item, state, plan.version)
+            sampled = self._chunk(item, state, plan)
             if sampled:
                 results[item.seq_id] = sampled
 
-    def _chunk(self, item: Item, state: Slot, version: int) -> list[int]:
+    def _chunk(self, item: Item, state: Slot, plan: StepPlan) -> list[int]:
         if item.kind == "prefill":
             end = item.start + item.num_rows
             assert end <= len(state.tokens), f"{item} of {len(state.tokens)} tokens"
             assert item.samples == (end == len(state.tokens)), f"{item} of {len(state.tokens)} tokens"
-            self._compute(state, item.start, end, version)
+            self._compute(state, item.start, end, plan.version)
             if not item.samples:
                 return []
             num_gained = 1
         else:
             start = len(state.tokens) - 1
-            assert item.start >= start, f"{item}, but the sequence begins at {start}"
+            assert start + item.num_rows <= plan.max_end, f"{item}, but the sequence begins at {start}"
             assert item.samples
             assert item.num_rows == 1 + item.depth
             num_gained = 1
@@ -164,7 +164,7 @@ class Device:
             answer.append(next_token(state.hashes[-1], seed))
             state.extend(answer[-1:])
         if item.kind == "decode":
-            self._compute(state, start, start + num_gained, version)
+            self._compute(state, start, start + num_gained, plan.version)
             for position in range(start + num_gained, start + item.num_rows):
                 self._write(state, position, JUNK)
         # What the draft layer writes ahead.

@@ -6,6 +6,7 @@ from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.scheduler.messages import CopyDone, Message, Submit
 from glm5.engine.scheduler.plan import Output, StepPlan
 from glm5.engine.scheduler.scheduler import Scheduler
+from tests.support.scheduling.plans import in_order
 
 TOKEN = 1000
 
@@ -58,7 +59,7 @@ class Driver:
         """Apply the oldest unread step; `tokens` of some sequences."""
         plan = self.unread.pop(0)
         results = {i.seq_id: [TOKEN] * min(self.accepts, 1 + i.depth) for i in plan.items if i.samples}
-        outputs = self.scheduler.apply(plan.step, results | dict(tokens or {}))
+        outputs = in_order(plan, self.scheduler.apply(plan.step, results | dict(tokens or {})))
         self.outputs += outputs
         return outputs
 

@@ -54,8 +54,8 @@ MUTANTS = [
     Mutant(
         "budget forgets drafts",
         "scheduler",
-        "num_tokens += 1 + drafts\n            if",
-        "num_tokens += 1\n            if",
+        "plan.num_tokens, plan.depth = sum(in_flight.gains),",
+        "plan.num_tokens, plan.depth = len(in_flight.gains),",
     ),
     Mutant("budget is not used up", "scheduler", "budget -= shares[-1][1]\n        while", "pass\n        while"),
     Mutant(
@@ -109,9 +109,11 @@ MUTANTS = [
         "need = self.config.pages_for(num_positions) - first",
         "need = self.config.pages_for(num_positions - 1) - first",
     ),
-    Mutant("certain lengths only", "scheduler", "seq.max_len = high + 1 + drafts", "seq.max_len = high + 1"),
-    Mutant("accepted tokens are not counted", "scheduler", "seq.min_len += len(sampled) - 1", "pass"),
-    Mutant("bounds never tighten", "scheduler", "seq.max_len += len(sampled) - gain", "pass"),
+    Mutant(
+        "certain lengths only", "scheduler", "seq.max_len = high = high + 1 + drafts", "seq.max_len = high = high + 1"
+    ),
+    Mutant("accepted tokens are not counted", "scheduler", "seq.min_len += count - 1", "pass"),
+    Mutant("bounds never tighten", "scheduler", "seq.max_len += count - gain", "pass"),
     Mutant(
         "no need to hold back while pages are short",
         "page_manager",
@@ -145,7 +147,7 @@ MUTANTS = [
     Mutant("the last partial page is shared, not copied", "page_manager", "plan.page_copies.append(", "_ = ("),
     Mutant(
         "a prompt is shared before it is computed",
-        "scheduler",
+        "sequence",
         "if other.decodes and other.is_pure",
         "if other.slot is not None",
     ),
@@ -169,8 +171,8 @@ MUTANTS = [
     Mutant(
         "tokens of a preempted one are lost",
         "scheduler",
-        "sampled = results[seq.seq_id]\n",
-        "sampled = results[seq.seq_id]\n            if seq.slot is None:\n                continue\n",
+        "count = len(sampled)\n",
+        "count = len(sampled)\n            if seq.slot is None:\n                continue\n",
     ),
     Mutant("answers go on after a stop id", "sequence", 'token_ids, reason = token_ids[:number], "stop"', "pass"),
     Mutant("tokens after the end are delivered", "sequence", "token_ids, reason = token_ids[:room], ", "reason = "),
@@ -183,8 +185,8 @@ MUTANTS = [
     Mutant(
         "computing does not wait for loads",
         "scheduler",
-        "for seq in self.prompting:\n            if budget and seq.restore is None and not self._is_full(seq, left):",
-        "for seq in self.prompting:\n            if budget and not self._is_full(seq, left):",
+        "for seq in self.prompting:\n            if budget and seq.restore is None and not seq.is_full(left):",
+        "for seq in self.prompting:\n            if budget and not seq.is_full(left):",
     ),
     Mutant("loads of who left go on", "page_manager", "self.transfers.cancel(seq.restore)", "pass"),
     Mutant("an ended copy keeps its page", "transfers", "self.pool.unref(store.page)", "pass"),
@@ -194,10 +196,10 @@ MUTANTS = [
     Mutant(
         "who waits for a lost prompt is forgotten",
         "scheduler",
-        "seq.slot, seq.decodes = None, False\n        self._wake(seq.group)",
-        "seq.slot, seq.decodes = None, False",
+        "seq.slot, seq.decodes, seq.item = None, False, None\n        self._wake(seq.group)",
+        "seq.slot, seq.decodes, seq.item = None, False, None",
     ),
-    Mutant("prompts of old weights are shared", "scheduler", "if other.decodes and other.is_pure", "if other.decodes"),
+    Mutant("prompts of old weights are shared", "sequence", "if other.decodes and other.is_pure", "if other.decodes"),
     Mutant("new weights, old keys", "scheduler", "if recompute:", "if False:"),
     Mutant("a pause keeps the pages", "scheduler", "if release:", "if False:"),
     Mutant("the tree outlives its pages", "prefix", "for node in list(self._node_of.values()):", "for node in []:"),
@@ -207,13 +209,14 @@ MUTANTS = [
         "not (seq.submit.computes_prompt and seq.is_fresh)",
         "True",
     ),
+    Mutant("rows stay with a slot that was left", "scheduler", "seq.item = None, False, None", "_ = None, False, None"),
     Mutant("slots are lost", "scheduler", "heappush(self._free_slots, seq.slot)", "pass"),
     Mutant("a pause is ignored", "scheduler", "self.is_paused = True", "pass"),
     Mutant("aborts of waiting ones leave them in the queue", "scheduler", "self.waiting.remove(seq)", "pass"),
     Mutant(
         "plans depend on more than messages",
         "scheduler",
-        "depth = self._common_depth()",
-        "depth = min(self._common_depth(), id(self) // 64 % 5)",
+        "= self._common_depth(), False, 0",
+        "= min(self._common_depth(), id(self) // 64 % 5), False, 0",
     ),
 ]

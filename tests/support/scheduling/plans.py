@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.scheduler.messages import Submit
-from glm5.engine.scheduler.plan import Item, StepPlan
+from glm5.engine.scheduler.plan import Item, Output, Outputs, StepPlan
 from glm5.engine.scheduler.scheduler import Scheduler
 from glm5.engine.scheduler.sequence import Rank, Sequence
 
@@ -20,6 +20,13 @@ class Known:
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     unread: list[Item] = field(default_factory=list)
+
+
+def in_order(plan: StepPlan, outputs: Outputs) -> list[Output]:
+    """The outputs of a step in the order of its items."""
+    by_id = {output.seq_id: output for output in [*outputs.running(), *outputs.ended]}
+    assert len(by_id) == len(outputs.seq_ids) + len(outputs.ended), "a sequence has two outputs"
+    return [by_id[item.seq_id] for item in plan.items if item.seq_id in by_id]
 
 
 @dataclass
@@ -130,18 +137,20 @@ def _check_held(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_bounds(scheduler: Scheduler, plan: StepPlan, known: dict[int, Known]) -> None:
+    ends = [0]
     for item in plan.items:
         state = known[item.seq_id]
         certain = len(state.submit.prompt_ids) + len(state.tokens) + sum(i.samples for i in state.unread)
         assert item.kind == "prefill" or certain < state.cap, f"{item} is certain to have ended"
         most = sum(earlier.samples * (1 + earlier.depth) for earlier in state.unread)
         length = len(state.submit.prompt_ids) + len(state.tokens) + most
-        assert item.kind == "prefill" or item.start == length - 1, f"{item} may begin at {length - 1}"
+        ends.append(item.num_rows + (item.start if item.kind == "prefill" else length - 1))
         sampled = any(earlier.samples for earlier in state.unread)
         assert not (state.submit.needs_last_token and sampled), f"{item} needs a token that is not read"
         limit = scheduler.depth if state.submit.max_depth is None else min(scheduler.depth, state.submit.max_depth)
         assert item.depth <= limit, f"{item} drafts more than {limit}"
         assert certain + item.depth < state.cap, f"{item} drafts beyond the end"
+    assert plan.max_end == max(ends), f"{plan.max_end=}, but rows may end at {max(ends)}"
 
 
 def check_ownership(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -150,7 +159,8 @@ def check_ownership(scheduler: Scheduler, plan: StepPlan) -> None:
     for item in plan.items:
         seq = scheduler.live[item.seq_id]
         first = item.start if item.kind == "prefill" else len(seq.tokens) - 1
-        for page in seq.pages[first // size : -(-(item.start + item.num_rows) // size)]:
+        end = first + item.num_rows if item.kind == "prefill" else seq.max_len - 1
+        for page in seq.pages[first // size : -(-end // size)]:
             assert pool.refs[page] == 1, f"{item} writes {page=}, which others hold"
             assert not pool.is_kept(page), f"{item} writes {page=}, which is shared"
     for copy in plan.page_copies:

@@ -29,7 +29,7 @@ from glm5.engine.scheduler.plan import Output, StepPlan
 from glm5.engine.scheduler.scheduler import Scheduler
 from tests.support.scheduling.audit import audit, audit_empty
 from tests.support.scheduling.device import VOCAB, Device, hashes, lone_run
-from tests.support.scheduling.plans import Before, Known, check_plan
+from tests.support.scheduling.plans import Before, Known, check_plan, in_order
 
 MAX_STEPS = 4000
 
@@ -167,8 +167,9 @@ class World:
         wanted = [item.seq_id for item in plan.items if item.samples and item.seq_id in self.scheduler.live]
         for item in plan.items:
             self.known[item.seq_id].unread.remove(item)
-        outputs = self.scheduler.apply(plan.step, results)
-        assert self.replica is None or self.replica.apply(plan.step, results) == outputs, "replicas decide differently"
+        applied = self.scheduler.apply(plan.step, results)
+        assert self.replica is None or self.replica.apply(plan.step, results) == applied, "replicas decide differently"
+        outputs = in_order(plan, applied)
         audit(self.scheduler)
         assert [output.seq_id for output in outputs] == wanted, "tokens are lost"
         self._end(outputs)

@@ -60,7 +60,7 @@ class Run:
             self.pace.observe(plan.items, seconds)
         self.steps.append((plan, seconds))
         outputs = self.scheduler.apply(number, {item.seq_id: [TOKEN] for item in plan.items if item.samples})
-        self.ended += [output.seq_id for output in outputs if output.reason is not None]
+        self.ended += [output.seq_id for output in outputs.ended]
         return plan
 
     def until_sampled(self, request: Submit) -> list[float]:

@@ -21,7 +21,8 @@ def test_a_prompt_is_computed_then_tokens_one_by_one():
     driver = Driver()
     plans = [driver.step(submit(0, 5, 3)), *driver.run()]
     assert [rows(plan) for plan in plans] == [{0: 5}, {0: 1}, {0: 1}]
-    assert [item.start for plan in plans for item in plan.items] == [0, 5, 6]
+    assert [item.start for plan in plans for item in plan.items] == [0, -1, -1]
+    assert [plan.max_end for plan in plans] == [5, 6, 7]
     assert [(tuple(out.token_ids), out.reason) for out in driver.outputs] == [
         ((TOKEN,), None),
         ((TOKEN,), None),

@@ -63,7 +63,7 @@ class Packer:
         assert bucket is not None, f"{plan.step=}"
         if not bucket.decodes_only:
             return _pack(plan, bucket, self._padding_slot, self._round_up)
-        key = bucket, plan.depth, [(item.slot, item.num_rows, item.samples) for item in plan.items]
+        key = bucket, plan.depth, plan.items
         if self._last is None or self._last[0] != key:
             self._last = key, _pack(plan, bucket, self._padding_slot, self._round_up)
         return self._last[1]
@@ -73,10 +73,9 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, round_up: Callable[
     items = plan.items
     slots = np.fromiter((item.slot for item in items), np.int64, len(items))
     counts = np.fromiter((item.num_rows for item in items), np.int64, len(items))
-    ends = np.fromiter((item.start + item.num_rows for item in items), np.int64, len(items))
+    starts = np.fromiter((item.start for item in items), np.int64, len(items))
     decodes = np.fromiter((item.kind == "decode" for item in items), np.bool_, len(items))
     samples = np.fromiter((item.samples for item in items), np.bool_, len(items))
-    starts = np.where(decodes, -1, ends - counts)
     num_groups = bucket.num_seqs
 
     if bucket.decodes_only:
