@@ -22,6 +22,7 @@ LAYERS = {
         cli
         demo adapters
         serve bench eval
+        rl
         engine quantize train
         checkpoint
         parallel quant

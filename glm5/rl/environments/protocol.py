@@ -1,0 +1,111 @@
+"""What an environment is: tasks by seed, and episodes of messages that end with a reward.
+
+    task    = environment.task(seed, level)           the same for the same arguments, on every machine
+    episode = environment.reset(task)                 `episode.messages`: what the policy is asked first
+    turn    = episode.step(reply)                     what the environment answers, until `turn.is_done`
+    rewards = environment.score_group(...)            optional: rewards that depend on all rollouts of a group
+
+An episode runs in a worker process. What the action causes (bad arguments, its own time-outs, its own memory) is an
+observation or a reward of 0: crashing must never pay. Only faults that it did not cause raise `EpisodeFailed`.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+Message = Mapping[str, Any]
+"""A chat message as the chat template takes it: role, content, and tool_calls or tool_call_id where they apply."""
+
+FailureKind = Literal["provider", "harness", "tool", "sandbox", "task", "environment"]
+EXCLUDED: tuple[FailureKind, ...] = ("provider", "sandbox", "environment")
+"""Failures that exclude a rollout from its group. The others are the policy's own, or the task's (reward 0)."""
+
+
+class EpisodeFailed(Exception):
+    """An episode that could not go on, for a reason that the action did not cause."""
+
+    def __init__(self, kind: FailureKind, reason: str):
+        super().__init__(reason)
+        self.kind: FailureKind = kind
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem. `data`: what the environment needs to check an answer, plain JSON; never shown to the policy."""
+
+    environment: str
+    seed: int
+    level: int
+    messages: tuple[Message, ...]
+    data: Mapping[str, Any]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    @cached_property
+    def key(self) -> str:
+        """A stable hash of all that the task consists of but its seed: equal tasks have equal keys."""
+        parts = [self.environment, self.level, list(self.messages), dict(self.data), list(self.tools)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the policy said in one turn, parsed by the chat parser. `is_truncated`: it ran out of tokens."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    is_truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an environment answers: messages for the policy, or the end with rewards in named parts, whose sum is the
+    reward. `metrics`: figures that are shown but not rewarded."""
+
+    messages: tuple[Message, ...] = ()
+    is_done: bool = False
+    rewards: Mapping[str, float] = field(default_factory=dict[str, float])
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class Episode(Protocol):
+    """One attempt at a task."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """What the policy is asked first."""
+        ...
+
+    def step(self, reply: Reply) -> Turn:
+        """Answer a reply. Raises EpisodeFailed."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the episode holds, such as a sandbox. It may be called at any time, and twice."""
+        ...
+
+
+class Environment(Protocol):
+    """Tasks and their episodes. `levels`: number of levels of difficulty, 0 the easiest. `num_turns`: the most replies
+    of an episode. `needs_sandbox`: it runs what the policy writes."""
+
+    name: str
+    levels: int
+    num_turns: int
+    needs_sandbox: bool
+
+    def task(self, seed: int, level: int) -> Task: ...
+
+    def reset(self, task: Task) -> Episode: ...
+
+    def oracle(self, task: Task) -> Sequence[Reply]:
+        """Replies that earn the full reward."""
+        ...
+
+    def score_group(self, task: Task, rewards: Sequence[float]) -> Sequence[float]:
+        """Rewards of a group's rollouts that depend on each other. Most environments return `rewards`."""
+        ...

@@ -1,0 +1,88 @@
+"""The tokens of a rollout, as a tree of segments: each holds only what it adds to its parent.
+
+A conversation in which nothing is edited is a path. A history that was edited, compacted or retried is a branch, and a
+segment that several branches share is sampled, stored and trained once. The tokens of a leaf's path are exactly what
+the engine saw and sampled.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Experts = NDArray[np.int16]
+
+
+@dataclass
+class Segment:
+    """Tokens that follow those of `parent` (the index of a segment; None: from the beginning).
+
+    Context (a prompt, what an environment said, a template's tokens) has ids alone. Of sampled tokens, one entry each:
+    `logprobs`, of the distribution that they were drawn from (temperature and kept vocabulary included); `versions` of
+    the weights that computed them; `key_versions`, the oldest version among the keys that they attended to, empty if
+    that is `versions`. Optional: `experts` int16 [tokens, MoE layers, experts a token], of every token for which the
+    engine reported them (-1: unknown); `kept`, the vocabulary that top_k, top_p and min_p left, ascending.
+    """
+
+    token_ids: list[int]
+    parent: int | None = None
+    is_sampled: bool = False
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    key_versions: list[int] = field(default_factory=list)
+    experts: Experts | None = None
+    kept: list[list[int]] | None = None
+
+    def check(self) -> None:
+        """ValueError where columns and tokens do not fit each other."""
+        count = len(self.token_ids)
+        for name, allowed in (("logprobs", {count}), ("versions", {count}), ("key_versions", {0, count})):
+            got, wanted = len(getattr(self, name)), allowed if self.is_sampled else {0}
+            if got not in wanted:
+                raise ValueError(f"a segment of {count} tokens, sampled: {self.is_sampled}, has {got} {name}")
+        if self.kept is not None and len(self.kept) != count:
+            raise ValueError(f"a segment of {count} tokens has {len(self.kept)} kept vocabularies")
+
+
+class SegmentTree:
+    """Segments in the order in which they were added; a parent comes before its children."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+
+    def add(self, segment: Segment) -> int:
+        """Add a segment; returns its index. ValueError if it is inconsistent, or its parent is not in the tree."""
+        segment.check()
+        if segment.parent is not None and not 0 <= segment.parent < len(self.segments):
+            raise ValueError(f"parent {segment.parent} of a new segment; the tree has {len(self.segments)}")
+        self.segments.append(segment)
+        return len(self.segments) - 1
+
+    def path(self, leaf: int) -> list[int]:
+        """Indices from the root to `leaf`."""
+        found: list[int] = []
+        index: int | None = leaf
+        while index is not None:
+            found.append(index)
+            index = self.segments[index].parent
+        return found[::-1]
+
+    def leaves(self) -> list[int]:
+        """Segments without children, in order."""
+        parents = {segment.parent for segment in self.segments}
+        return [index for index in range(len(self.segments)) if index not in parents]
+
+    def token_ids(self, leaf: int) -> list[int]:
+        """All tokens of a path."""
+        return [token_id for index in self.path(leaf) for token_id in self.segments[index].token_ids]
+
+    @property
+    def num_sampled(self) -> int:
+        """Sampled tokens of the tree, each counted once."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.is_sampled)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weights that sampled a token, or computed a key that one attended to; None without tokens."""
+        versions = [v for segment in self.segments for v in (*segment.versions, *segment.key_versions)]
+        return min(versions, default=None)
