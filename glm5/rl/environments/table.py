@@ -9,12 +9,19 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from glm5.common.errors import ConfigError
+from glm5.rl.environments.digits import Digits
+from glm5.rl.environments.grid import Grid
 from glm5.rl.environments.guess import Guess
+from glm5.rl.environments.kuhn import Kuhn
 from glm5.rl.environments.protocol import Environment
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "guess": Guess,
     "guess-crash": lambda: Guess(can_crash=True),
+    "reverse": lambda: Digits("reverse"),
+    "sort": lambda: Digits("sort"),
+    "kuhn": Kuhn,
+    "grid": Grid,
 }
 
 
