@@ -33,15 +33,15 @@ class Ratios:
     total: Callable[[Tensor], Tensor] | None = None
 
     @property
-    def rho_T(self) -> Tensor:
+    def rho(self) -> Tensor:
         return (self.old_T - self.rollout_T).exp()
 
     @property
-    def r_T(self) -> Tensor:
+    def r(self) -> Tensor:
         return (self.current_T - self.old_T).exp()
 
     @property
-    def s_T(self) -> Tensor:
+    def s(self) -> Tensor:
         return (self.current_T - self.rollout_T).exp()
 
     def sequence_mean(self, value_T: Tensor) -> Tensor:

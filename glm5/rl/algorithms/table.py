@@ -44,7 +44,6 @@ class Preset:
         return partial(self.function, **self.parameters)(of)
 
 
-
 PRESETS: dict[str, Preset] = {
     "grpo": Preset(group_mean_std, weights.icepop, "sequence-mean", needs_old=True),
     "grpo-no-std": Preset(group_mean, weights.icepop, "sequence-mean", needs_old=True),

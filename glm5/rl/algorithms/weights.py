@@ -31,7 +31,7 @@ def icepop(of: Ratios, *, beta: float = 2.0, eps_low: float = 0.2, eps_high: flo
 
     GLM-5 report, equation 1 (IcePop, arXiv 2510.18855, with clip-higher of DAPO, arXiv 2503.14476).
     """
-    rho_T = of.rho_T
+    rho_T = of.rho
     return _clipped(of, rho_T, (rho_T < 1 / beta) | (rho_T > beta), eps_low, eps_high)
 
 
@@ -40,7 +40,7 @@ def tis(of: Ratios, *, cap: float = 2.0, eps_low: float = 0.2, eps_high: float =
 
     Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; slime's `vanilla_tis`.
     """
-    return _clipped(of, of.rho_T.clamp_max(cap), torch.zeros_like(of.rho_T, dtype=torch.bool), eps_low, eps_high)
+    return _clipped(of, of.rho.clamp_max(cap), torch.zeros_like(of.rho, dtype=torch.bool), eps_low, eps_high)
 
 
 def kpop(of: Ratios, *, phi: float = 0.75, eps_low: float = 0.2, eps_high: float = 0.28) -> Weights:
@@ -50,7 +50,7 @@ def kpop(of: Ratios, *, phi: float = 0.75, eps_low: float = 0.2, eps_high: float
     phi 0.75 for mathematics, 2 for code).
     """
     there_T, back_T = binary_kl(of.old_T, of.rollout_T), binary_kl(of.rollout_T, of.old_T)
-    return _clipped(of, of.rho_T, ~((there_T <= phi) & (back_T <= phi)), eps_low, eps_high)
+    return _clipped(of, of.rho, ~((there_T <= phi) & (back_T <= phi)), eps_low, eps_high)
 
 
 def gspo(of: Ratios, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> Weights:
@@ -66,7 +66,7 @@ def cispo(of: Ratios, *, high: float = 5.0) -> Weights:
     MiniMax-M1, arXiv 2506.13585, equations 4 and 5, without a lower bound as there; `high` as in ScaleRL, arXiv
     2510.13786.
     """
-    return Weights(of.r_T.clamp_max(high) * of.advantage_T, torch.zeros_like(of.r_T, dtype=torch.bool))
+    return Weights(of.r.clamp_max(high) * of.advantage_T, torch.zeros_like(of.r, dtype=torch.bool))
 
 
 def dis(of: Ratios, *, eps_low: float = 0.3, eps_high: float = 5.0) -> Weights:
@@ -74,7 +74,7 @@ def dis(of: Ratios, *, eps_low: float = 0.3, eps_high: float = 5.0) -> Weights:
 
     GLM-5 report, equations 3 to 5, which leave the bounds open; these are SAO's (arXiv 2607.07508).
     """
-    s_T = of.s_T
+    s_T = of.s
     return _masked(s_T * of.advantage_T, ~((s_T > 1 - eps_low) & (s_T < 1 + eps_high)))
 
 
@@ -86,7 +86,7 @@ def dppo(of: Ratios, *, delta: float = 0.2, tau: float = 1e-3) -> Weights:
     """
     moved_T = of.current_T.exp() - of.rollout_T.exp()
     harmful_T = ((of.advantage_T > 0) & (moved_T > delta)) | ((of.advantage_T < 0) & (moved_T < -delta))
-    return _masked(of.s_T * of.advantage_T - 2 * tau * (of.current_T - of.rollout_T), harmful_T)
+    return _masked(of.s * of.advantage_T - 2 * tau * (of.current_T - of.rollout_T), harmful_T)
 
 
 def flash_reinforce(of: Ratios, *, delta: float = 3e-3) -> Weights:
@@ -95,12 +95,12 @@ def flash_reinforce(of: Ratios, *, delta: float = 3e-3) -> Weights:
     FlashREINFORCE (NVIDIA, 2026).
     """
     drift_T = of.sequence_mean(binary_kl(of.rollout_T, of.current_T))
-    return _masked(of.s_T * of.advantage_T, ~(drift_T <= delta))
+    return _masked(of.s * of.advantage_T, ~(drift_T <= delta))
 
 
 def _clipped(of: Ratios, factor_T: Tensor, dropped_T: Tensor, eps_low: float, eps_high: float) -> Weights:
     """factor min(r A, clip(r) A), 0 where `dropped_T`."""
-    r_T = of.r_T
+    r_T = of.r
     return _masked(factor_T * r_T * of.advantage_T, dropped_T | _is_clipped(r_T, of.advantage_T, eps_low, eps_high))
 
 
