@@ -8,7 +8,7 @@ Masked tokens count in both.
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Literal
@@ -65,7 +65,7 @@ def preset_of(name: str, parameters: Mapping[str, float] | None = None) -> Prese
     for key in parameters or {}:
         if key not in preset.defaults:
             raise _unknown(f"parameter of {name}", key, preset.defaults)
-    return Preset(preset.advantages, preset.function, preset.reduction, preset.needs_old, dict(parameters or {}))
+    return replace(preset, parameters=dict(parameters or {}))
 
 
 def _unknown(what: str, name: str, known: Mapping[str, object]) -> ConfigError:
