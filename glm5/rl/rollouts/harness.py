@@ -9,10 +9,9 @@ request: the prompt is computed once.
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
 
 from glm5.common.errors import EngineDead, GlmError
 from glm5.rl.environments.protocol import EpisodeFailed, FailureKind, Message, Reply, Task, Turn
@@ -176,7 +175,7 @@ class _Player:
             seat.rollout.failure, seat.rollout.failure_reason = kind, reason[:500]
 
 
-async def _all(coroutines) -> None:
+async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     async with asyncio.TaskGroup() as group:
         for coroutine in coroutines:
             group.create_task(coroutine)
