@@ -11,9 +11,10 @@ objectives come from outside (objective.py).
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from glm5.train.master_weights import MasterWeights
 from glm5.train.objective import Losses, NextToken, Objective, Pass
 from glm5.train.optim.build import Optimizers
 from glm5.train.sliding_window import WindowView
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,10 @@ class Step:
         self.optimizers.zero_grad()
         self.balance.update(self.cfg.balance_step)
         return metrics
+
+    def on_hidden_states(self, batch: Batch, view: PackedView, work: Callable[[Tensor], Result]) -> Result | None:
+        """What `work` returns for the hidden states [T, D] of a forward pass; None on ranks that do not have them."""
+        return work(self.model(batch.ids_T, view))
 
     def _advice(self) -> str:
         """What to do about values that are not finite."""

@@ -39,7 +39,7 @@ from glm5.train.parallel.build import ModelShard
 from glm5.train.parallel.shards import Root, take_gradients, touch
 from glm5.train.parallel.step import DistributedStep
 from glm5.train.parallel.training_group import TrainingGroup
-from glm5.train.step import Phase
+from glm5.train.step import Phase, Result
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -117,6 +117,12 @@ class PipelineStep(DistributedStep):
                 dist.send(x_TD.detach().contiguous(), group=self.team.pipeline, group_dst=after)
             found.append(result)
         return found
+
+    def on_hidden_states(self, batch: Batch, view: PackedView, work: Callable[[Tensor], Result]) -> Result | None:
+        def on_last_stage(stage: Stage, x_TD: Tensor, _view: PackedView) -> Result | None:
+            return work(stage.model.model.norm(x_TD)) if stage.number == self.num_stages - 1 else None
+
+        return self.relay(batch, on_last_stage, lambda: view)[-1]
 
     def _run_stage(
         self, stage: Stage, batch: Batch, work: Callable[[Stage, Tensor, PackedView], Any], view: PackedView

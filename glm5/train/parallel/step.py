@@ -5,7 +5,7 @@ FSDP          sums gradients
 all ranks     losses, norms and expert loads are all-reduced, so that all ranks decide alike
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from glm5.train.parallel.context import BatchShard, ContextView
 from glm5.train.parallel.row_layout import RowLayout
 from glm5.train.parallel.shards import Root, local_parameters, take_gradients
 from glm5.train.parallel.training_group import TrainingGroup
-from glm5.train.step import Phase, Step, first_not_finite
+from glm5.train.step import Phase, Result, Step, first_not_finite
 
 
 class DistributedStep(Step):
@@ -83,6 +83,9 @@ class DistributedStep(Step):
         self, batch: Batch, view: PackedView, totals: Mapping[str, float]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         return self.root(super()._pass, batch, view, totals)
+
+    def on_hidden_states(self, batch: Batch, view: PackedView, work: Callable[[Tensor], Result]) -> Result | None:
+        return self.root(lambda: work(self.model(batch.ids_T, view)))
 
     def _view(self, batch: Batch) -> PackedView:
         if not isinstance(batch, BatchShard):

@@ -1,0 +1,8 @@
+"""From finished rollouts to a training step.
+
+repair.py      groups with failed rollouts are filled or dropped
+sequences.py   rollouts become sequences with columns: what is trained, and with which advantage
+packing.py     sequences become batches, the same number for each rank
+objective.py   what a step minimises over them
+policy.py      the step itself, and log-probabilities by a model as it is before the step
+"""
