@@ -1,8 +1,8 @@
 """The saved state of a run: one file, replaced atomically. Killed at any moment, the same command goes on from it.
 
-    OUT/state.pt      the step, weights, optimizer state, and the positions of ladders
-    OUT/metrics.jsonl a line a step; lines of steps that a resumed run repeats are removed
-    OUT/policy        the checkpoint of the last state, in the published layout
+OUT/state.pt      the step, weights, optimizer state, and the positions of ladders
+OUT/metrics.jsonl a line a step; lines of steps that a resumed run repeats are removed
+OUT/policy        the checkpoint of the last state, in the published layout
 """
 
 import json

@@ -1,7 +1,6 @@
 """The policy in training: supervised warm-up, then a step for each batch of rollouts."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,5 +112,3 @@ def _supervised(examples: Sequence[tuple[list[int], list[bool]]]) -> Batch:
     ids = torch.from_numpy(np.concatenate([np.array(ids, np.int64) for ids, _ in examples]))
     marks = torch.from_numpy(np.concatenate([np.array(marks, np.float32) for _, marks in examples]))
     return Batch(ids, marks, [len(ids) for ids, _ in examples])
-
-

@@ -17,7 +17,16 @@ from glm5.train.progress_table import clock_of
 from glm5.train.state import writing_to
 
 FILE = "metrics.jsonl"
-SHOWN = ("reward/mean", "eval/mean", "entropy", "is/mask_frac", "kl/mismatch", "len/mean", "grad/norm", "perf/rollout_tok_s")
+SHOWN = (
+    "reward/mean",
+    "eval/mean",
+    "entropy",
+    "is/mask_frac",
+    "kl/mismatch",
+    "len/mean",
+    "grad/norm",
+    "perf/rollout_tok_s",
+)
 
 
 class Watch:
@@ -86,6 +95,5 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if file.exists():
         with suppress(ValueError):
-            for line in file.read_text(encoding="utf-8").splitlines():
-                found.append(json.loads(line))
+            found.extend(json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
     return found

@@ -9,9 +9,10 @@ request: the prompt is computed once.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from glm5.common.errors import EngineDead, GlmError
 from glm5.rl.environments.protocol import EpisodeFailed, FailureKind, Message, Reply, Task, Turn
