@@ -61,7 +61,7 @@ def run(recipe: RLRecipe, *, restart: bool = False) -> Path:
                 shutil.rmtree(out / name, ignore_errors=True)
         if device.type == "cpu":
             torch.set_num_threads(recipe.threads or 1)
-        with deterministic(enabled=recipe.rollouts.deterministic):
+        with deterministic(enabled=recipe.rollouts.deterministic and device.type == "cuda"):
             return asyncio.run(Run(recipe, out, device).run())
 
 

@@ -12,13 +12,13 @@ from glm5.model.glm5 import Glm5
 from glm5.rl.algorithms.table import preset_of
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.rollout import Group
+from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.training.objective import Coefficients, RLObjective
 from glm5.rl.training.packing import batches_of, pack
 from glm5.rl.training.policy import policy_step, with_logprobs
 from glm5.rl.training.repair import Repairs, repair
 from glm5.rl.training.sequences import sequences_of_step
 from glm5.train.batch import Batch
-from glm5.train.data.chat import examples_of
 from glm5.train.master_weights import MasterWeights
 
 
@@ -43,9 +43,11 @@ class PolicyTrainer:
         plan = self.recipe.warm_start
         if plan is None:
             return
+        chat = TokenChat(self.builder.template, enable_thinking=self.recipe.rollouts.enable_thinking)
         games = self.builder.shown_games(10**9, self.recipe.seed + 1)
         for _ in range(plan.steps):
-            examples = [self._example(*next(games)) for _ in range(plan.conversations)]
+            shown = [next(games) for _ in range(plan.conversations)]
+            examples = [chat.conversation(messages, task.tools) for task, messages in shown]
             yield self.step.run([_supervised(examples).to(self.device)], plan.lr)
 
     def begin(self) -> None:
@@ -99,13 +101,6 @@ class PolicyTrainer:
             return with_logprobs(self.step, batch, "reference")
         finally:
             self.step.model = policy
-
-    def _example(self, task: Any, chat: Any) -> tuple[list[int], list[bool]]:
-        thinking = "preserved" if self.recipe.rollouts.enable_thinking else "off"
-        row = {"messages": [dict(one) for one in chat], "thinking": thinking}
-        row |= {"tools": list(task.tools)} if task.tools else {}
-        (found,) = examples_of(row, self.builder.template, f"environment {task.environment}")
-        return found.ids, found.marks
 
 
 def _supervised(examples: Sequence[tuple[list[int], list[bool]]]) -> Batch:
