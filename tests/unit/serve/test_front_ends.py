@@ -45,10 +45,11 @@ KEYS = [
 class Cluster:
     """A server of two front ends under a supervisor, and clients of either."""
 
-    def __init__(self, folder, listener):
+    def __init__(self, folder, listener, traces_endpoint):
         self.folder = str(folder)
         state = ServerState()
-        settings = ServeConfig(model=self.folder, served_model_name=("tiny",), api_server_count=2, max_queue=50)
+        given = {"model": self.folder, "served_model_name": ("tiny",), "otlp_traces_endpoint": traces_endpoint}
+        settings = ServeConfig(**given, api_server_count=2, max_queue=50)
         self.front = FrontEnds(2, settings, KEYS, state, listener)
         self.engine: AsyncEngine | None = None
         self.num_times_up = threading.Semaphore(0)
@@ -256,7 +257,7 @@ def a_killed_engine_is_started_again(cluster, pool):
 def sigterm_lets_both_finish(cluster, pool):
     (a, b), (c, d) = cluster.clients_of_both(), cluster.clients_of_both()
     admin(a, "/pause_generation", mode="in_place")
-    running = [pool.submit(generate, http, 5, None, 40) for http in (a, b)]
+    running = [pool.submit(generate, http, 5, f"last-{i}", 40) for i, http in enumerate((a, b))]
     cluster.wait_for(2)
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: c.get("/ready").status_code == 503)
@@ -265,7 +266,8 @@ def sigterm_lets_both_finish(cluster, pool):
     assert [each.result(SECONDS).json()["output_ids"] for each in running] == [list(range(6, 46))] * 2
 
 
-def test_two_front_ends(tmp_path, monkeypatch, caplog):
+def test_two_front_ends(tmp_path, monkeypatch, caplog, collector):
+    address, came = collector
     write_random(preset("tiny"), tmp_path / "tiny", seed=3)
     monkeypatch.setattr("glm5.engine.llm.Start", partial(scripted_start, "ok"))
 
@@ -286,11 +288,14 @@ def test_two_front_ends(tmp_path, monkeypatch, caplog):
             raise
 
     with bind("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
-        cluster = Cluster(tmp_path / "tiny", listener)
+        cluster = Cluster(tmp_path / "tiny", listener, address)
         acting = pool.submit(act, cluster)
         supervise.run(cluster.setup, listener)
         acting.result(SECONDS)
     assert not cluster.front.processes
     assert "; it was stopped, and is killed" in caplog.text
+    traced = b"".join(content for _, content in came.queue)
+    assert b"last-0" in traced
+    assert b"last-1" in traced
     for http in cluster.clients:
         http.close()
