@@ -168,6 +168,10 @@ class RequestBuilder:
                 raise RequestError(f"{what} need a tokenizer, and this engine has none", param=name)
         if params.structured_outputs is not None and find_spec("xgrammar") is None:
             raise MissingExtra("structured_outputs need the package 'xgrammar': run  pip install 'glm5[grammar]'")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(params, name) or 0) > (most := self.info.max_logprobs):
+                allowed = f"None, or 0 to {most} (max_logprobs of the engine)"
+                raise RequestError(f"{name} is {count}; allowed: {allowed}", param=name)
         if options.routed_experts and not self.info.routed_experts:
             raise RequestError(
                 "routed_experts are not recorded by this engine; start it with enable_return_routed_experts",

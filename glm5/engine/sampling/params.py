@@ -22,7 +22,6 @@ from glm5.common.plain import plain, plain_list
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM: dividing by it would overflow
 MAX_N = 128
 MAX_TOP_K = 2**31 - 1
-MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 MAX_ALLOWED_IDS = 1 << 18  # more than any vocabulary
@@ -146,8 +145,8 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: Annotated[int, Bounds(1, allowed="at least 1, or None for up to the end of the context")] | None = 16
     min_tokens: Annotated[int, Bounds(0)] = 0
-    logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None  # of the sampled token, and the k likeliest
-    prompt_logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None  # the prompt's first token has none
+    logprobs: Annotated[int, Bounds(0)] | None = None  # of the sampled token, and the k likeliest
+    prompt_logprobs: Annotated[int, Bounds(0)] | None = None  # the prompt's first token has none
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None

@@ -286,6 +286,7 @@ class KvEventSource(msgspec.Struct):
 class EngineInfo(msgspec.Struct):
     """What clients need to check requests themselves, and `table`: every resolved setting, to print.
 
+    `max_logprobs`: the most likely tokens that requests may ask for at each position.
     `simulated_acceptance`: for speed measurements, drafts are accepted at random, with so many tokens a step.
     `kv_events`: where events of the KV cache are published. `accelerator`: name of the GPU, None for a CPU, and
     `num_ranks`, how many of them hold the model. `weight_bytes` and `cache_bytes`: memory of each. `cache_dtype`: the
@@ -299,6 +300,7 @@ class EngineInfo(msgspec.Struct):
     max_model_len: int
     max_depth: int
     vocab_size: int
+    max_logprobs: int
     routed_experts: bool
     table: list[tuple[str, str]]
     simulated_acceptance: float | None = None
