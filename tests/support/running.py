@@ -85,8 +85,8 @@ class Bench:
         routed: bool = False,
         messages: Sequence[Message] = (),
     ) -> Run:
-        """Answer all prompts, n = 1 or more each; ids count up in order, from 0 in the result. Answers that are drawn with
-        a top_k have sampling masks."""
+        """Answer all prompts, n = 1 or more each; ids count up in order, from 0 in the result. Those drawn with a top_k
+        have sampling masks."""
         out, specs, first = Run(), dict[int, SeqSpec](), self._num_seqs
         submits: list[Message] = []
         for number, prompt in enumerate(prompts):
