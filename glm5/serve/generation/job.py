@@ -76,7 +76,8 @@ class Step(msgspec.Struct, frozen=True):
     """What engine steps, `num_steps`, added to answer `index`; the concatenated steps are the answer.
 
     `token_ids`: all new tokens, the one that ended the answer included. `logprobs`: one row for each of them, if
-    requested. `prompt_logprobs`: rows of the prompt's tokens except the first; set on one step of the request.
+    requested; `sampling_mask`: likewise (`wire.Update`). `prompt_logprobs`: rows of the prompt's tokens except the
+    first; set on one step of the request.
     `finish_reason`: set on the last step of each index to "stop", "length", "tool_calls", or "abort" for an aborted
     request. `version`: the version of the weights.
     """
@@ -89,6 +90,7 @@ class Step(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     routed_experts: RoutedExperts | None = None
+    sampling_mask: Sequence[bytes] = ()
     version: int = 0
     num_steps: int = 1
 
@@ -170,6 +172,7 @@ class _DeltaReader:
             finish_reason="tool_calls" if reason == "stop" and answer.has_called else reason,
             stop_reason=delta.stop_reason,
             routed_experts=delta.routed_experts,
+            sampling_mask=delta.sampling_mask,
             version=delta.version,
             num_steps=bool(delta.token_ids) if delta.arrivals is None else len(delta.arrivals),
         )
