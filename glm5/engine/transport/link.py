@@ -162,6 +162,7 @@ class ProcessLink:
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._pipe.fileno(), zmq.POLLIN)
         self._silence = Silence(max(START_SECONDS, self.watchdog_timeout), self.watchdog_timeout)
+        self._is_connected = False
         self._closing_since: float | None = None
         self._death: Dead | None = None
         # For callers that never close: at the latest when the interpreter ends.
@@ -206,10 +207,9 @@ class ProcessLink:
         began = time.monotonic()
         events = dict(self._poller.poll(round(timeout * 1000)))
         messages = self._drain()
-        if messages:
-            shutil.rmtree(
-                self._folder, ignore_errors=True
-            )  # both ends are connected, so the names are no longer needed
+        if messages and not self._is_connected:  # both ends are, so the names are no longer needed
+            self._is_connected = True
+            shutil.rmtree(self._folder, ignore_errors=True)
         if self._pipe.fileno() in events and not self._listen():
             return messages + self._end()
         if events:

@@ -97,6 +97,6 @@ class Service:
         return sum(self.engine.abort(engine_id) for engine_id in self.running.find(tenant, name))
 
 
-def get_service(request: Request) -> Service:
-    """FastAPI dependency: the application's service."""
+async def get_service(request: Request) -> Service:
+    """FastAPI dependency: the application's service. FastAPI would run a plain function on another thread."""
     return request.app.state.service
