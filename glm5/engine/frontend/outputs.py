@@ -46,7 +46,8 @@ class Delta(msgspec.Struct, frozen=True):
     the request's n answers. `version`: of the weights that computed the tokens.
 
     If requested: `logprobs` of each token, and `tempered_logprobs`, under the sampling distribution; `prompt_logprobs`,
-    on one delta of the request, of the prompt's tokens but the first; `routed_experts`, as in `wire.Update`.
+    on one delta of the request, of the prompt's tokens but the first; `routed_experts` and `sampling_mask`, as in
+    `wire.Update`.
 
     Tokens of several steps are in one delta if they were not read in between. `arrived`: time of arrival, by the
     monotonic clock; `arrivals`: of the tokens of each step. `queued_s`, on an answer's first delta: its wait for a
@@ -64,6 +65,7 @@ class Delta(msgspec.Struct, frozen=True):
     num_cached_tokens: int | None = None
     prompt_logprobs: tuple[dict[int, Logprob], ...] | None = None
     routed_experts: RoutedExperts | None = None
+    sampling_mask: tuple[bytes, ...] = ()
     arrived: float = 0.0
     queued_s: float | None = None
     arrivals: tuple[float, ...] | None = None
