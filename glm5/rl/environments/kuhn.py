@@ -1,8 +1,8 @@
 """Kuhn poker in self-play: three cards, one bet, and the exact distance of a policy from equilibrium.
 
-Both players put 1 into the pot and get one of the cards J < Q < K. Each in turn passes or bets 1; to pass after a bet is
-to fold. Histories (p pass, b bet) end as pp (higher card wins 1), bp (the bettor wins 1), pbp (the second player wins
-1), bb and pbb (higher card wins 2). In equilibrium the first player (seat 0) loses 1/18 a game (Kuhn 1950).
+Both players put 1 into the pot and get one of the cards J < Q < K. Each in turn passes or bets 1; to pass after a bet
+is to fold. Histories (p pass, b bet) end as pp (higher card wins 1), bp (the bettor wins 1), pbp (the second player
+wins 1), bb and pbb (higher card wins 2). In equilibrium the first player (seat 0) loses 1/18 a game (Kuhn 1950).
 
     NashConv(policy) = max_a value_0(a, policy) - min_b value_0(policy, b)
 

@@ -8,12 +8,14 @@ repeated.
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from glm5.chat.parser import parse_ids
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import ConfigError
 from glm5.rl.environments.protocol import Message, Reply
+from glm5.train.data.chat import examples_of
 
 _MOST_KEPT = 4096  # continuations, and replies, whose conversion is remembered: small environments repeat them
 
@@ -43,6 +45,31 @@ class TokenChat:
                 self._continuations.clear()
             ids = self._continuations[key] = self._render_continuation(messages, tools)
         return ids[1:] if ids and ids[0] == last_token else ids
+
+    def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[bool]]:
+        """Token ids of a whole conversation as a rollout would have them, and for each whether a reply has it: for
+        supervised training."""
+        if any(set(one) - {"role", "content"} for one in messages if one["role"] == "assistant"):
+            thinking = "preserved" if self.enable_thinking else "off"
+            row = {"messages": [dict(one) for one in messages], "tools": list(tools), "thinking": thinking}
+            (found,) = examples_of(row, self.template, "a shown conversation")
+            return found.ids, found.marks
+        ids, marks, heard = list[int](), list[bool](), list[Message]()
+        for message in messages:
+            if message["role"] != "assistant":
+                heard.append(message)
+                continue
+            context = self.continuation(heard, tools, ids[-1]) if ids else self.prompt(heard, tools)
+            said = [*self.tokenizer.encode(message["content"], allow_special=False), self._end]
+            ids += [*context, *said]
+            marks += [False] * len(context) + [True] * len(said)
+            heard = []
+        return ids, marks
+
+    @cached_property
+    def _end(self) -> int:
+        """The token that ends a reply: what the template begins the next user's message with."""
+        return self.continuation([{"role": "user", "content": "a"}], (), -1)[0]
 
     def reply(self, token_ids: Sequence[int], tools: Tools, *, is_truncated: bool) -> Reply:
         """What sampled tokens say."""

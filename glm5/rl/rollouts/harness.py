@@ -64,7 +64,7 @@ class Harness:
 
     async def _play_together(self, players: Sequence["_Player"], seed: int) -> None:
         """The first replies in one request; each goes on by itself once it has its own."""
-        prompt = players[0].begin()
+        prompt, *_ = [player.begin() for player in players]
         async with asyncio.TaskGroup() as group:
             async for number, own_seed, sampled in self.policy.replies(prompt, seed, len(players)):
                 group.create_task(players[number].play(sampled, own_seed))
@@ -104,7 +104,7 @@ class _Player:
         try:
             if first is None:
                 self.begin()
-            else:
+            else:  # it has begun
                 self._seat(0).rollout.seed = first_seed or 0
             await self._play(self.episode, first)
         except EpisodeFailed as failure:
@@ -176,7 +176,7 @@ class _Player:
             seat.rollout.failure, seat.rollout.failure_reason = kind, reason[:500]
 
 
-async def _all(coroutines) -> None:
+async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     async with asyncio.TaskGroup() as group:
         for coroutine in coroutines:
             group.create_task(coroutine)
