@@ -178,6 +178,8 @@ def test_before_the_first_step_the_old_pass_has_ratio_one(model):
         assert rel_rms(batch.columns["old"][scored.index_G], scored.logprob_G) < EXACT
     moved = with_logprobs(step, given[0], "old")
     step.run([given[0]], 1e-2)
+    reference = with_logprobs(step, given[0], "reference", model=model)
+    assert torch.equal(reference.columns["reference"], moved.columns["old"])
     assert not torch.equal(with_logprobs(step, given[0], "old").columns["old"], moved.columns["old"])
 
 
