@@ -12,7 +12,7 @@ from glm5.kernels.sampled_logprobs import Kept
 @dataclass(frozen=True)
 class Targets:
     """Tokens that are predicted: the positions that predict them (of hidden states), their ids, the numbers of their
-    sequences in the batch, all int64 [G]; and their entries in the batch's columns, [G, ...] each.
+    sequences in the batch, all int64 [G]; and their entries in the batch's columns of one number a token, [G] each.
 
     `index_G`: where they are in the columns of the whole batch, in host memory.
     """
@@ -89,7 +89,7 @@ class Batch:
             _moved(index_G - 1, device),
             self.ids_T[_moved(index_G, device)],
             _moved(row_T[index_G], device),
-            {name: _moved(column[index_G], device) for name, column in self.columns.items()},
+            {name: _moved(column[index_G], device) for name, column in self.columns.items() if column.dim() == 1},
             None if kept is None else Kept(*(_moved(one, device) for one in kept)),
             index_G,
         )

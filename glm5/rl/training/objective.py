@@ -161,7 +161,7 @@ class RLObjective:
         each_G = (weight_G * logprob_G).masked_fill(weight_G == 0, 0.0)
         yield "policy", -_mean(each_G, tokens, "policy", of)
         mismatch_G = current_G - rollout_G
-        yield "masked", masked_G.sum() / of.totals["actions"]
+        yield "masked", masked_G.double().sum() / of.totals["actions"]
         yield "mismatch_kl", (torch.expm1(mismatch_G) - mismatch_G).sum() / of.totals["actions"]
         yield "ratio", mismatch_G.exp().sum() / of.totals["actions"]
 

@@ -52,17 +52,26 @@ def policy_step(
 
 @torch.no_grad()
 def with_logprobs(
-    step: Step, batch: Batch, name: str, scorer: Scorer = sampled_logprobs, *, chunk: int = 4096
+    step: Step,
+    batch: Batch,
+    name: str,
+    scorer: Scorer = sampled_logprobs,
+    *,
+    chunk: int = 4096,
+    model: Glm5 | None = None,
 ) -> Batch:
-    """The batch with a column `name` ("old", "reference"): log-probabilities by the step's model as it is now, 0 of
-    tokens that no stream reads. On ranks without the last pipeline stage they stay 0, as nothing reads them there."""
+    """The batch with a column `name` ("old", "reference"): log-probabilities by the step's model as it is now, or by
+    another `model` on the same device; 0 of tokens that no stream reads. On ranks without the last pipeline stage all
+    are 0: nothing reads them there."""
     tokens = batch.targets_of(SAMPLED)
+    of = step.model if model is None else model
 
     def score(hidden_TD: Tensor) -> Tensor:
-        temperature_G, head = tokens.columns["temperature"], step.model.lm_head.weight
-        return scorer(hidden_TD[tokens.position_G], head, tokens.id_G, temperature_G, tokens.kept, chunk=chunk)[0]
+        columns, given = tokens.columns, hidden_TD[tokens.position_G]
+        return scorer(given, of.lm_head.weight, tokens.id_G, columns["temperature"], tokens.kept, chunk=chunk)[0]
 
-    logprob_G = step.on_hidden_states(batch, step.phase.view(batch), score)
+    view = step.phase.view(batch)
+    logprob_G = step.on_hidden_states(batch, view, score) if model is None else score(of(batch.ids_T, view))
     column_T = torch.zeros_like(batch.columns["rollout"])
     if logprob_G is not None:
         column_T[tokens.index_G] = logprob_G.to(column_T)
