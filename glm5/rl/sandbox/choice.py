@@ -47,7 +47,7 @@ def reason_against(backend: Backend) -> str:
     try:
         with Sandbox(backend) as box:
             done = box.run([backend.python, "-I", "-S", "-c", "print(6 * 7)"], timeout=30)
-    except SandboxFailed as failed:
+    except (SandboxFailed, ConfigError) as failed:
         return str(failed)
     return "" if done.stdout == b"42\n" else f"a program in it did not run: {done}"
 

@@ -78,35 +78,37 @@ class Sandbox:
     """One box, with a folder of its own in which programs start. For one episode and one thread. Close it."""
 
     def __init__(self, backend: Backend, limits: Limits = Limits()) -> None:
-        """Start a box. Raises SandboxFailed."""
+        """Start a box. Raises SandboxFailed; ConfigError on a processor of another kind (calls.py)."""
         self.backend, self.limits = backend, limits
         self._state: Literal["new", "used", "broken", "closed"] = "new"
         self._local = tempfile.TemporaryDirectory() if backend.kind == "unsafe-local" else None
+        calls = call_filter(platform.machine()) if self._local is None else b""
+        self._process: subprocess.Popen[bytes] | None = None
         self._link, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as errors:
             try:
                 with theirs:
                     self._process = backend.start(theirs.fileno(), errors, limits.disk_mb * MB)
-                self._begin(time.monotonic() + PATIENCE)
+                self._begin(self._process.pid, calls, time.monotonic() + PATIENCE)
             except OSError as error:
                 self.close()
                 errors.seek(0)
                 said = errors.read(5_000).decode(errors="replace").strip().rpartition("\n")[2]
                 raise SandboxFailed(f"no box of {backend.kind} could be started: {said or error}") from error
 
-    def _begin(self, deadline: float) -> None:
-        limits, is_contained = self.limits, self._local is None
+    def _begin(self, pid: int, calls: bytes, deadline: float) -> None:
+        limits = self.limits
         folder = WORK if self._local is None else os.path.realpath(self._local.name)
         if self.backend.kind == "namespaces":
             self._send(self.backend.jail(limits.disk_mb * MB), deadline)
             self._receive(1, deadline)
-            give_ids(self._process.pid)
+            give_ids(pid)
             self._link.sendall(b"g")
         settings = {
-            "is_contained": is_contained,
+            "is_contained": self._local is None,
             "folder": folder,
             "env": self.backend.environment(folder),
-            "filter": call_filter(platform.machine()) if is_contained else b"",
+            "filter": calls,
             "memory_bytes": limits.memory_mb * MB,
             "disk_bytes": limits.disk_mb * MB,
             "processes": limits.processes,
@@ -162,7 +164,7 @@ class Sandbox:
             return
         self._state = "closed"
         self._link.close()  # the first process then ends, and with it all others
-        if hasattr(self, "_process"):
+        if self._process is not None:
             try:
                 self._process.wait(1)
             except subprocess.TimeoutExpired:
@@ -188,6 +190,7 @@ class Sandbox:
 
     def _ask(self, seconds: float, *request: Any) -> "_Answer":
         """Raises _Broken where a program ran before and the box does not answer, SandboxFailed where none did."""
+        assert self._process is not None
         assert self._state != "closed"
         if self._state == "broken":
             raise _Broken

@@ -39,6 +39,7 @@ def serve() -> "NoReturn":
     settings: dict[str, Any] = receive()
     handlers = {"run": _run, "read": _read, "write": _write, "pack": _pack, "unpack": _unpack}
     if settings["is_contained"]:
+        _check_isolation()
         os.mkdir("/box/tmp")
         os.mkdir(settings["folder"])
         settings["idle_sockets"] = _num_sockets()
@@ -87,12 +88,15 @@ def _send(answer: Answer) -> None:
             left = left[os.write(LINK, left) :]
 
 
-def _lock(program: bytes) -> None:
-    """Check that the box is one. Then give up, for this process and its children, what no program needs."""
+def _check_isolation() -> None:
     with open("/proc/net/dev") as file:
         devices = [line.partition(":")[0].strip() for line in file.readlines()[2:]]
     if os.getpid() != 1 or devices != ["lo"]:
         raise OSError(f"it does not isolate: process {os.getpid()} instead of 1, network devices {devices}")
+
+
+def _lock(program: bytes) -> None:
+    """Give up, for this process and its children, what no program needs."""
     LIBC.signal(2, 1)  # SIGINT is ignored: Python has a handler, which programs could call
     code = ctypes.create_string_buffer(program, len(program))
     head = (ctypes.c_uint64 * 2)(len(program) // 8, ctypes.addressof(code))
