@@ -70,9 +70,17 @@ class Backend:
         return {"PATH": path, "HOME": folder, "LANG": "C.UTF-8", "TMPDIR": "/tmp", "PYTHONHASHSEED": "0", **threads}
 
     def jail(self, disk_bytes: int) -> dict[str, Any]:
-        """What namespaces.py builds."""
+        """What namespaces.py builds. `ids`: files of /proc/PID that make the box's user this one, of root nobody
+        (user_namespaces(7))."""
+        is_root = os.geteuid() == 0
+        uid, gid = (NOBODY, NOBODY) if is_root else (os.geteuid(), os.getegid())
         return {
-            "is_root": os.geteuid() == 0,
+            "is_root": is_root,
+            "ids": {
+                "setgroups": "allow" if is_root else "deny",
+                "uid_map": f"{USER} {uid} 1",
+                "gid_map": f"{USER} {gid} 1",
+            },
             "binds": self._binds(),
             "links": self._links(),
             "disk_bytes": disk_bytes,
@@ -105,15 +113,6 @@ class Backend:
             argv += ["--symlink", target, path]
         argv += ["--proc", "/proc", "--size", str(disk_bytes), "--tmpfs", "/box", "--remount-ro", "/"]
         return [*argv, "--chdir", "/", "--"]
-
-
-def give_ids(pid: int) -> None:
-    """Map the box's user to this user, root to nobody: user_namespaces(7). Raises OSError."""
-    is_root = os.geteuid() == 0
-    if not is_root:
-        Path(f"/proc/{pid}/setgroups").write_text("deny")
-    for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
-        Path(f"/proc/{pid}/{name}").write_text(f"{USER} {NOBODY if is_root else own} 1")
 
 
 @functools.cache

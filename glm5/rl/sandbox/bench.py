@@ -1,7 +1,8 @@
 """How long a box takes to start: `python -m glm5.rl.sandbox.bench [STARTS]`, for each kind that works here.
 
-start: from the call that makes a box until it is ready; first run: /bin/true in it. Wall time, and the processor time
-of a box's processes together, which says more on a machine that does other things too.
+call: what the call that makes a box takes, after which the box starts beside the caller. start: from that call until
+the box is ready. first run: /bin/true in it. Processor: time of all processes of a box, from start to end, which says
+more than wall time on a machine that does other things too.
 """
 
 import resource
@@ -18,19 +19,22 @@ from glm5.rl.sandbox.sandbox import Sandbox
 
 def measure(backend: Backend, starts: int) -> str:
     """One line of figures, in milliseconds."""
+    call_ms: list[float] = []
     start_ms: list[float] = []
     run_ms: list[float] = []
     before = _processor_ms()
     for _ in range(starts):
         begun = time.perf_counter()
         with Sandbox(backend) as box:
+            call_ms.append(1e3 * (time.perf_counter() - begun))
+            box.wait()
             ready = time.perf_counter()
             box.run(["/bin/true"])
             run_ms.append(1e3 * (time.perf_counter() - ready))
         start_ms.append(1e3 * (ready - begun))
     own_ms = (_processor_ms() - before) / starts
     return (
-        f"{backend.kind}: start {_spread(start_ms)}, first run {_spread(run_ms)}; "
+        f"{backend.kind}: call {_spread(call_ms)}, start {_spread(start_ms)}, first run {_spread(run_ms)}, "
         f"processor {own_ms:.1f} ms a box, of {starts}"
     )
 

@@ -25,9 +25,7 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 def enter() -> None:
     """Leave the host; what follows is in the box. Raises OSError where the kernel refuses."""
     jail: dict[str, Any] = receive()
-    _call("unshare", ctypes.c_int(NAMESPACES))
-    os.write(LINK, b"u")  # now the host writes the maps of user ids
-    os.read(LINK, 1)
+    _unshare(jail["ids"])
     if jail["is_root"]:
         os.setgroups([])
     # Opened as the user who started this: the box's own may not be allowed to go there.
@@ -50,6 +48,24 @@ def enter() -> None:
     while LIBC.prctl(24, ctypes.c_ulong(capability), 0, 0, 0) == 0:  # PR_CAPBSET_DROP
         capability += 1
     _call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+
+
+def _unshare(ids: "dict[str, str]") -> None:
+    """Into new namespaces. `ids`: what to write to files of /proc/PID, so that the box's user is one of the host."""
+    own, (unshared, tell) = os.getpid(), os.pipe()
+    if (helper := os.fork()) == 0:  # a process outside, as only such a one may map another user than its own
+        try:
+            os.read(unshared, 1)
+            for name, text in ids.items():
+                with open(f"/proc/{own}/{name}", "w") as file:
+                    file.write(text)
+        finally:
+            os._exit(0)
+    _call("unshare", ctypes.c_int(NAMESPACES))
+    os.write(tell, b"u")
+    os.waitpid(helper, 0)
+    os.close(unshared)
+    os.close(tell)
 
 
 def _build(jail: "dict[str, Any]", sources: list[tuple[str, int]]) -> None:

@@ -21,7 +21,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple, Self
 
 from glm5.rl.sandbox import server
-from glm5.rl.sandbox.backends import WORK, Backend, give_ids
+from glm5.rl.sandbox.backends import WORK, Backend
 from glm5.rl.sandbox.calls import call_filter
 
 Ending = Literal["exit", "time-out", "memory", "processes", "files", "broken"]
@@ -78,37 +78,18 @@ class Sandbox:
     """One box, with a folder of its own in which programs start. For one episode and one thread. Close it."""
 
     def __init__(self, backend: Backend, limits: Limits = Limits()) -> None:
-        """Start a box. Raises SandboxFailed; ConfigError on a processor of another kind (calls.py)."""
+        """Begin to start a box: it gets ready while the policy thinks. Raises SandboxFailed, here or at its first use;
+        ConfigError on a processor of another kind (calls.py)."""
         self.backend, self.limits = backend, limits
-        self._state: Literal["new", "used", "broken", "closed"] = "new"
-        self._local = tempfile.TemporaryDirectory() if backend.kind == "unsafe-local" else None
-        calls = call_filter(platform.machine()) if self._local is None else b""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._link, theirs = socket.socketpair()
-        with tempfile.TemporaryFile() as errors:
-            try:
-                with theirs:
-                    self._process = backend.start(theirs.fileno(), errors, limits.disk_mb * MB)
-                self._begin(self._process.pid, calls, time.monotonic() + PATIENCE)
-            except OSError as error:
-                self.close()
-                errors.seek(0)
-                said = errors.read(5_000).decode(errors="replace").strip().rpartition("\n")[2]
-                raise SandboxFailed(f"no box of {backend.kind} could be started: {said or error}") from error
-
-    def _begin(self, pid: int, calls: bytes, deadline: float) -> None:
-        limits = self.limits
+        self._state: Literal["starting", "new", "used", "broken", "closed"] = "starting"
+        is_contained = backend.kind != "unsafe-local"
+        self._local = None if is_contained else tempfile.TemporaryDirectory()
         folder = WORK if self._local is None else os.path.realpath(self._local.name)
-        if self.backend.kind == "namespaces":
-            self._send(self.backend.jail(limits.disk_mb * MB), deadline)
-            self._receive(1, deadline)
-            give_ids(pid)
-            self._link.sendall(b"g")
         settings = {
-            "is_contained": self._local is None,
+            "is_contained": is_contained,
             "folder": folder,
-            "env": self.backend.environment(folder),
-            "filter": calls,
+            "env": backend.environment(folder),
+            "filter": call_filter(platform.machine()) if is_contained else b"",
             "memory_bytes": limits.memory_mb * MB,
             "disk_bytes": limits.disk_mb * MB,
             "processes": limits.processes,
@@ -116,13 +97,40 @@ class Sandbox:
             "open_files": limits.open_files,
             "output_bytes": limits.output_bytes,
         }
-        self._send(settings, deadline)
-        self._answer(deadline)
+        self._deadline = time.monotonic() + PATIENCE
+        self._link, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  what the first process says where it fails
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            with theirs:
+                self._process = backend.start(theirs.fileno(), self._errors, limits.disk_mb * MB)
+            if backend.kind == "namespaces":
+                self._send(backend.jail(limits.disk_mb * MB), self._deadline)
+            self._send(settings, self._deadline)
+        except OSError as error:
+            raise self._failed_to_start(error) from error
+
+    def wait(self) -> None:
+        """Until it is ready. Every use does this first. Raises SandboxFailed."""
+        if self._state == "starting":
+            try:
+                self._answer(self._deadline)
+            except OSError as error:
+                raise self._failed_to_start(error) from error
+            self._state = "new"
+
+    def _failed_to_start(self, error: OSError) -> SandboxFailed:
+        self._end()
+        self._errors.seek(0)
+        said = self._errors.read(5_000).decode(errors="replace").strip().rpartition("\n")[2]
+        self.close()
+        return SandboxFailed(f"no box of {self.backend.kind} could be started: {said or error}")
 
     def run(self, command: str | Sequence[str], timeout: float = 10.0, stdin: bytes = b"") -> Completed:
         """Run a program (words), or a line of shell, to its end or for `timeout` seconds. Nothing that it started is
         left afterwards; files are. What stops it is in the result. Raises SandboxFailed."""
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        self.wait()
         begun = time.monotonic()
         if self._state == "new":
             self._state = "used"
@@ -160,9 +168,14 @@ class Sandbox:
 
     def close(self) -> None:
         """End every process of the box and forget its files. It may be called twice."""
-        if self._state == "closed":
-            return
-        self._state = "closed"
+        if self._state != "closed":
+            self._state = "closed"
+            self._end()
+            self._errors.close()
+            if self._local is not None:
+                self._local.cleanup()
+
+    def _end(self) -> None:
         self._link.close()  # the first process then ends, and with it all others
         if self._process is not None:
             try:
@@ -170,8 +183,6 @@ class Sandbox:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
-        if self._local is not None:
-            self._local.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -192,6 +203,7 @@ class Sandbox:
         """Raises _Broken where a program ran before and the box does not answer, SandboxFailed where none did."""
         assert self._process is not None
         assert self._state != "closed"
+        self.wait()
         if self._state == "broken":
             raise _Broken
         deadline = time.monotonic() + seconds + PATIENCE

@@ -104,13 +104,19 @@ def test_files_beyond_the_disk_are_no_fault(backend):
         box.write("large", bytes(2_000_000))
 
 
-def test_a_box_that_ends_before_a_program_ran_is_a_fault(backend):
-    box = Sandbox(backend)
-    os.killpg(box._process.pid, signal.SIGKILL)
-    with pytest.raises(SandboxFailed, match="does not answer"):
-        box.read("x")
-    box.close()
-    box.close()
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_box_that_ends_before_a_program_ran_is_a_fault(backend, is_ready):
+    with Sandbox(backend) as box:
+        if is_ready:
+            box.wait()
+        os.killpg(box._process.pid, signal.SIGKILL)
+        with pytest.raises(SandboxFailed, match="does not answer" if is_ready else "could be started"):
+            box.read("x")
+        box.close()
+
+
+def test_a_box_that_is_never_used(backend):
+    Sandbox(backend).close()
 
 
 def test_a_box_that_ends_after_one_is_a_result(backend):
