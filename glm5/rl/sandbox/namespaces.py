@@ -55,6 +55,8 @@ def _unshare(ids: "dict[str, str]") -> None:
     own, (unshared, tell) = os.getpid(), os.pipe()
     if (helper := os.fork()) == 0:  # a process outside, as only such a one may map another user than its own
         try:
+            os.close(LINK)
+            os.close(tell)
             os.read(unshared, 1)
             for name, text in ids.items():
                 with open(f"/proc/{own}/{name}", "w") as file:
@@ -109,4 +111,4 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 def _call(name: str, *arguments: "Any", what: str = "") -> None:
     if LIBC[name](*arguments) < 0:
         error = ctypes.get_errno()
-        raise OSError(error, f"{name} {what}: {os.strerror(error)}")
+        raise OSError(error, f"{name}{what and ' '}{what}: {os.strerror(error)}")

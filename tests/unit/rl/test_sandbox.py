@@ -2,6 +2,7 @@
 
 import os
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -196,6 +197,27 @@ def test_without_bubblewrap_it_is_namespaces_else_refused(text, reason, open_fol
     unsafe = choose_backend(unsafe_local=True)
     assert unsafe.kind == "unsafe-local"
     assert "UNPROTECTED" in unsafe.notice
+
+
+REFUSED = """
+import sys
+from glm5.rl.sandbox.choice import choose_backend
+with open("/proc/sys/user/max_user_namespaces", "w") as file:
+    file.write("0")
+try:
+    choose_backend()
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_where_the_kernel_allows_no_namespaces(tmp_path):
+    backend_of("namespaces")
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
+    argv = [shutil.which("unshare") or pytest.skip("no unshare"), "-Ur", sys.executable, "-c", REFUSED]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    assert "ConfigError no sandbox works here (bubblewrap: there is no bwrap on the PATH; namespaces:" in done.stdout
+    assert "unshare: No space left" in done.stdout
 
 
 def filtered(program: bytes, architecture: int, number: int, argument: int) -> int:
