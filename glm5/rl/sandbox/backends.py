@@ -17,9 +17,15 @@ from glm5.rl.sandbox.namespaces import DEVICES, USER
 
 NOBODY = 65534
 WORK = "/box/work"
-# What runs in a box imports server.py by its name there.
-PROLOGUE = "import marshal, sys\nsys.modules['glm5.rl.sandbox.server'] = sys.modules['__main__']\n"
 READ_ONLY = ("/etc/ld.so.cache", "/etc/alternatives")  # beside /usr and the interpreter's folder
+
+# What a box's interpreter begins with: it receives the code, in which server.py is imported by its name.
+BEGIN = """import marshal, os, sys  # a box of glm5.rl.sandbox
+sys.modules["glm5.rl.sandbox.server"] = sys.modules["__main__"]
+size, data = int.from_bytes(os.read(0, 8), "little"), b""
+while len(data) < size: data += os.read(0, size - len(data)) or sys.exit()
+for code in marshal.loads(data): exec(marshal.loads(code))
+"""
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,7 @@ class Backend:
 
     def start(self, link: int, errors: IO[bytes], disk_bytes: int) -> subprocess.Popen[bytes]:
         """Start a box's first process. `link`: its end of the link; `errors`: what it says where it fails."""
-        is_namespaces = self.kind == "namespaces"
-        code = [_code(name, self.is_same_python) for name in ("server.py", "namespaces.py")[: 1 + is_namespaces]]
-        argv = [self.python, "-I", "-S", "-c", f"{PROLOGUE}for code in {code}: exec(marshal.loads(code))\n"]
-        argv[-1] += "enter()\nserve()" if is_namespaces else "serve()"
+        argv = [self.python, "-I", "-S", "-c", BEGIN + ("enter()\nserve()" if self.kind == "namespaces" else "serve()")]
         if self.kind == "bubblewrap":
             argv = [*self._bubblewrap_argv(disk_bytes), *argv]
         as_nobody: dict[str, Any] = {}
@@ -61,6 +64,11 @@ class Backend:
             start_new_session=True,
             **as_nobody,
         )
+
+    def code(self) -> list[bytes]:
+        """What a box's interpreter receives first."""
+        names = ["server.py", "namespaces.py"] if self.kind == "namespaces" else ["server.py"]
+        return [_code(name, self.is_same_python) for name in names]
 
     def environment(self, folder: str) -> dict[str, str]:
         """The variables that programs see. Hashes are fixed, so that a program's output can be had again; libraries

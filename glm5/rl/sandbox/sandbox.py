@@ -104,6 +104,7 @@ class Sandbox:
         try:
             with theirs:
                 self._process = backend.start(theirs.fileno(), self._errors, limits.disk_mb * MB)
+            self._send(backend.code(), self._deadline)
             if backend.kind == "namespaces":
                 self._send(backend.jail(limits.disk_mb * MB), self._deadline)
             self._send(settings, self._deadline)
