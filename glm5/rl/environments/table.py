@@ -2,6 +2,7 @@
 
     guess, guess-crash, reverse, sort, kuhn, grid      small ones, whose optimum is known
     math, science, code, tools                         the domains of the report's reasoning RL, in three levels
+    reasoning-gym/NAME                                 a dataset of that package (extra: reasoning-gym)
     package.module:name                                your own: a class or function without arguments
 
 A new one is a class of `protocol.py` and a line here.
@@ -20,6 +21,7 @@ from glm5.rl.environments.guess import Guess
 from glm5.rl.environments.kuhn import Kuhn
 from glm5.rl.environments.mathematics import mathematics
 from glm5.rl.environments.protocol import Environment
+from glm5.rl.environments.reasoning import PREFIX, Reasoning
 from glm5.rl.environments.science import science
 from glm5.rl.environments.tools import Tools
 
@@ -42,9 +44,12 @@ def make(name: str, boxes: Boxes = NO_BOXES) -> Environment:
     raise EpisodeFailed("sandbox"). Raises ConfigError, which names the nearest."""
     if ":" in name:
         return _imported(name)
+    if name.startswith(PREFIX):
+        return Reasoning(name.removeprefix(PREFIX))
     if name not in ENVIRONMENTS:
         near = get_close_matches(name, ENVIRONMENTS, n=1)
-        known = f"did you mean {near[0]}?" if near else f"known are {', '.join(ENVIRONMENTS)}, or package.module:name"
+        all_names = ", ".join([*ENVIRONMENTS, f"{PREFIX}NAME", "package.module:name"])
+        known = f"did you mean {near[0]}?" if near else f"known are {all_names}"
         raise ConfigError(f"no environment is called {name!r:.80}; {known}")
     return ENVIRONMENTS[name](boxes)
 
