@@ -27,7 +27,8 @@ _NUMBER = re.compile(
     r"|(?P<a>\d+)\s*/\s*(?P<b>\d+)"
     r"|(?P<whole>\d{1,3}(?:,\d{3})+|\d*)(?P<part>\.\d*)?"
     r"(?:[eE](?P<e>[+-]?\d+)|\s*[x\u00d7*]\s*10\s*\^\s*(?P<ten>[+-]?\d+))?"
-    r")(?P<rest>.*)"
+    r")(?P<rest>.*)",
+    re.ASCII,
 )  # fmt: skip
 _LATEX = (
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}"), r"\1"),

@@ -21,7 +21,7 @@ class Completed(Protocol):
 
 
 class Box(Protocol):
-    """One box. OSError is what a program in it may have caused; whatever else is raised is a fault of the sandbox."""
+    """One box. OSError is what a program in it may have caused, SandboxFailed a fault of the box."""
 
     def run(self, command: Sequence[str], timeout: float = ..., stdin: bytes = ...) -> Completed: ...
     def write(self, path: str, data: bytes) -> None: ...

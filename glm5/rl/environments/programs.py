@@ -151,8 +151,8 @@ return {a} * total + {c}
 @MEDIUM.family(m=range(20, 60), r=range(20), c=range(1, 10))
 def squares(m: int, r: int, c: int) -> Program:
     text = (
-        f"f(numbers) that returns, in ascending order and each once, the squares of those numbers plus {c} that leave "
-        f"at least {r} when divided by {m}."
+        f"f(numbers) that returns, in ascending order and each once, n * n + {c} for those n in numbers that leave at "
+        f"least {r} when divided by {m}."
     )
     body = f"return sorted({{n * n + {c} for n in numbers if n % {m} >= {r}}})"
     return Program(text, body, numbers(0, 200))
@@ -215,7 +215,7 @@ for total in range(1, n + 1):
     fewest[total] = min(before) + 1 if before else -1
 return fewest[n]
 """
-    return Program(text, body, number(0, 300))
+    return Program(text, body, number(0, 300), num_inputs=8)
 
 
 @HARD.family(low=range(1, 41), high=range(41, 90))
@@ -285,7 +285,7 @@ while n:
     step, n = times(step, step), n // 2
 return power[1][0] % {m}
 """
-    return Program(text, body, number(0, 10**15))
+    return Program(text, body, number(0, 10**15), num_inputs=6)
 
 
 @HARD.family(capacity=range(10, 61), most=range(2, 31))

@@ -16,9 +16,12 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from glm5.common.errors import GlmError, reason_of
+from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.protocol import Environment, Episode, EpisodeFailed
 from glm5.rl.environments.table import make
 from glm5.rl.environments.wire import LENGTH, TooLarge, as_json, as_reply, as_task, frame
+from glm5.rl.sandbox.backends import Backend
+from glm5.rl.sandbox.sandbox import Sandbox, SandboxFailed
 
 NUM_THREADS = 8
 _MAX_REASON = 2000
@@ -38,7 +41,8 @@ class Worker:
             answer = frame({"id": request["id"], "value": getattr(self, f"_{request['op']}")(request)})
         except Exception as error:  # noqa: BLE001 - a bug of an environment is named to the run, which goes on
             kind = error.kind if isinstance(error, EpisodeFailed) else "environment"
-            known = isinstance(error, EpisodeFailed | GlmError | TooLarge)
+            kind = "sandbox" if isinstance(error, SandboxFailed) else kind
+            known = isinstance(error, EpisodeFailed | GlmError | SandboxFailed | TooLarge)
             reason = (str(error) if known else reason_of(error))[:_MAX_REASON]
             answer = frame({"id": request["id"], "failed": [kind, reason]})
         with self._writing, suppress(BrokenPipeError):
@@ -47,8 +51,12 @@ class Worker:
 
     def _start(self, request: Mapping[str, Any]) -> None:
         sys.path.extend(path for path in request["path"] if path not in sys.path)
+        boxes = NO_BOXES
+        if request["sandbox"] is not None:
+            backend = Backend(**request["sandbox"])
+            boxes = Boxes(lambda: Sandbox(backend), backend.python)
         for name in request["names"]:
-            environment = make(name)
+            environment = make(name, boxes)
             self._environments |= {name: environment, environment.name: environment}
 
     def _task(self, request: Mapping[str, Any]) -> dict[str, Any]:

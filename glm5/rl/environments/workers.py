@@ -16,8 +16,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
@@ -29,6 +30,7 @@ from glm5.common.interrupt import signal_name
 from glm5.rl.environments.protocol import EpisodeFailed, Message, Reply, Task, Turn
 from glm5.rl.environments.wire import LENGTH, MAX_FRAME, TooLarge, as_json, as_messages, as_task, as_turn, frame
 from glm5.rl.environments.worker import NUM_THREADS
+from glm5.rl.sandbox.backends import Backend
 
 START_SECONDS = 120.0  # a library of environments may take half a minute to import
 STEP_SECONDS = 120.0
@@ -38,13 +40,23 @@ CLOSE_SECONDS = 10.0
 class EnvironmentWorkers:
     """Processes that run the episodes of these environments; use as an async context manager.
 
-    `num_workers`: processes. `step_seconds`: time for one answer, after which its worker is killed. Entering raises
-    ConfigError where an environment cannot be made.
+    `num_workers`: processes. `step_seconds`: time for one answer, after which its worker is killed. `sandbox`: what
+    boxes are made of; without, episodes that need one fail. Entering raises ConfigError where an environment cannot be
+    made.
     """
 
-    def __init__(self, names: Sequence[str], *, num_workers: int = 1, step_seconds: float = STEP_SECONDS) -> None:
-        self._names, self._seconds = list(names), step_seconds
-        self._slots = [_Slot(self._names) for _ in range(num_workers)]
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        num_workers: int = 1,
+        step_seconds: float = STEP_SECONDS,
+        sandbox: Backend | None = None,
+    ) -> None:
+        self._seconds = step_seconds
+        path = [each or os.getcwd() for each in sys.path]
+        settings = {"names": list(names), "path": path, "sandbox": asdict(sandbox) if sandbox else None}
+        self._slots = [_Slot(settings) for _ in range(num_workers)]
         self._numbers = count()
 
     async def __aenter__(self) -> Self:
@@ -124,16 +136,16 @@ class RemoteEpisode:
 class _Slot:
     """A worker, and the next one after it has died."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         self.num_episodes = 0
-        self._names, self._starting = names, asyncio.Lock()
+        self._settings, self._starting = settings, asyncio.Lock()
         self._worker: _Worker | None = None
 
     async def worker(self) -> "_Worker":
         """The running worker. Raises EpisodeFailed where none can be started."""
         async with self._starting:
             if self._worker is None or self._worker.is_gone:
-                self._worker = await _Worker.start(self._names)
+                self._worker = await _Worker.start(self._settings)
             return self._worker
 
     async def close(self) -> None:
@@ -152,7 +164,7 @@ class _Worker:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, names: list[str]) -> "_Worker":
+    async def start(cls, settings: Mapping[str, Any]) -> "_Worker":
         home = Path(str(files("glm5"))).parent
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
@@ -160,7 +172,7 @@ class _Worker:
         )
         worker = cls(process)
         try:
-            await worker.ask("start", START_SECONDS, names=names, path=[path or os.getcwd() for path in sys.path])
+            await worker.ask("start", START_SECONDS, **settings)
         except BaseException:
             await worker.end("it could not start")
             raise

@@ -11,6 +11,7 @@ from glm5.rl.environments.protocol import EpisodeFailed, Reply, Turn
 from glm5.rl.environments.table import make
 from glm5.rl.environments.wire import MAX_FRAME
 from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
+from glm5.rl.sandbox.choice import choose_backend
 
 HOSTILE = "tests.unit.rl.hostile:Hostile"
 
@@ -86,6 +87,23 @@ def test_a_worker_that_dies_or_hangs_is_replaced(said, reason):
                 assert (await again.step(Reply("3"))).rewards == {"hit": 1.0}
 
     asyncio.run(run())
+
+
+def test_programs_run_in_a_sandbox_of_the_worker():
+    try:
+        backend = choose_backend()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    code, tools = make("code"), make("tools")
+    tasks = [*(code.task(seed, seed % 3) for seed in range(6)), *(tools.task(seed, 2) for seed in range(4))]
+    replies = [list((code if task.environment == "code" else tools).oracle(task)) for task in tasks]
+    tasks, replies = [*tasks, tasks[0]], [*replies, [Reply("import os, signal\nos.kill(0, signal.SIGKILL)")]]
+
+    async def run() -> list[Turn]:
+        async with EnvironmentWorkers(["code", "tools"], sandbox=backend) as workers:
+            return await asyncio.gather(*map(finish, await asyncio.gather(*map(workers.reset, tasks)), replies))
+
+    assert [turn.rewards["right"] for turn in asyncio.run(run())] == [1.0] * 10 + [0.0]
 
 
 @pytest.mark.parametrize(
