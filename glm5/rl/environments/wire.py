@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from glm5.rl.environments.protocol import Message, Reply, Task, Turn
+from glm5.rl.environments.protocol import Reply, Task, Turn
 
 LENGTH = struct.Struct(">I")
 MAX_FRAME = 8 * 2**20
@@ -45,13 +45,9 @@ def as_reply(value: Mapping[str, Any]) -> Reply:
 
 def as_turn(value: Mapping[str, Any]) -> Turn:
     """Raises ValueError where a reward is no finite number."""
-    turn = Turn(**{**value, "messages": as_messages(value["messages"]), "seat_rewards": tuple(value["seat_rewards"])})
+    turn = Turn(**{**value, "messages": tuple(value["messages"]), "seat_rewards": tuple(value["seat_rewards"])})
     for parts in (turn.rewards, *turn.seat_rewards):
         for name, reward in parts.items():
             if not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise ValueError(f"reward {name} is {reward!r}, not a finite number")
     return turn
-
-
-def as_messages(value: list[Message]) -> tuple[Message, ...]:
-    return tuple(value)

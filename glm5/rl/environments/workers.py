@@ -28,7 +28,7 @@ from typing import Any, Self
 from glm5.common.errors import ConfigError
 from glm5.common.interrupt import signal_name
 from glm5.rl.environments.protocol import EpisodeFailed, Message, Reply, Task, Turn
-from glm5.rl.environments.wire import LENGTH, MAX_FRAME, TooLarge, as_json, as_messages, as_task, as_turn, frame
+from glm5.rl.environments.wire import LENGTH, MAX_FRAME, TooLarge, as_json, as_task, as_turn, frame
 from glm5.rl.environments.worker import NUM_THREADS
 from glm5.rl.sandbox.backends import Backend
 
@@ -87,7 +87,7 @@ class EnvironmentWorkers:
         except BaseException:
             slot.num_episodes -= 1
             raise
-        return RemoteEpisode(slot, worker, number, as_messages(messages), self._seconds)
+        return RemoteEpisode(slot, worker, number, tuple(messages), self._seconds)
 
     async def score_group(self, task: Task, rewards: Sequence[float]) -> list[float]:
         """Rewards of a group's rollouts that depend on each other."""
