@@ -486,10 +486,9 @@ def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[
 
 
 def _runs_native(config: EngineConfig, model: Glm5, layout: Layout, group: Group) -> bool:
-    """Whether native layers are used: only for small models, whose weights they copy; they record no routing."""
+    """Whether native layers are used: only for small models, whose weights they copy."""
     is_small = count_parameters(model.cfg).active < _ONE_THREAD
-    is_plain = group.shard.size == 1 and layout == "auto" and not config.enable_return_routed_experts
-    if not (is_small and is_plain and use_native(model)):
+    if not (is_small and group.shard.size == 1 and layout == "auto" and use_native(model)):
         return False
     cpu_layer.set_threads(config.num_threads or min(_MOST_NATIVE_THREADS, usable_cores()))
     return True

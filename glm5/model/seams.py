@@ -95,7 +95,10 @@ class LayerImpl(Protocol):
 
 
 class TrunkImpl(Protocol):
-    """Another way to compute consecutive layers, of which the first has an indexer: native code."""
+    """Another way to compute consecutive layers, of which the first has an indexer: native code. `recorded`, if a list,
+    gets the experts of each call's rows, int16 [T, MoE layers, A]."""
+
+    recorded: list[Tensor] | None
 
     def __call__(self, x_TD: Tensor, rope: Rope, view: KVView, layers: range) -> Tensor | None:
         """As `Glm5.through`, or None, with nothing done, where this way does not lead."""
