@@ -3,6 +3,9 @@
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
+from glm5.kernels.router.reference import replay
+
+__all__ = ["MAX_CHOICES", "replay", "router"]
 
 MAX_CHOICES = 32  # of the Triton kernel
 
