@@ -105,6 +105,14 @@ class TrunkImpl(Protocol):
         ...
 
 
+class HiddenImpl(Protocol):
+    """Another way to compute the hidden states: in the arithmetic of an engine."""
+
+    def __call__(self, ids_T: Tensor, view: KVView) -> Tensor:
+        """As `Glm5.forward`."""
+        ...
+
+
 def again() -> bool:
     """Whether this runs within a backward pass: activations are computed again. The same tensors must be made, and
     nothing counted or recorded."""

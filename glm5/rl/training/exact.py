@@ -6,6 +6,10 @@
 
 It is the pass whose gradient is taken, not a second scoring. So with the weights that sampled, the ratio of the
 policies is one, not nearly one. The indexers get no gradient.
+
+    exact = ExactPass(model, threads=1)
+    model.impl = exact                                   # from now on `model(ids_T, PackedView(lengths))` is exact
+    logprob_G, entropy_G = exact.logprobs(hidden_GD, model.lm_head.weight, target_G, temperature_G, kept)
 """
 
 from functools import partial
@@ -13,18 +17,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from glm5.common.errors import ConfigError
+from glm5.common.errors import ConfigError, TrainingError
 from glm5.engine.shared_model import SharedModel
 from glm5.kernels import cpu_layer
+from glm5.kernels.sampled_logprobs import Kept, sampled_logprobs
 from glm5.model.block import DecoderLayer
 from glm5.model.glm5 import Glm5
 from glm5.model.moe import MoE, RecordedExperts
 from glm5.model.packed import PackedView
-from glm5.model.seams import Rope, Selection
+from glm5.model.seams import KVView, Rope, Selection
 from glm5.rl.training.engine_pass import EnginePass
 from glm5.rl.training.graft import graft
-from glm5.rl.training.kept import Kept
-from glm5.rl.training.tempered import tempered
 
 
 class ExactPass:
@@ -54,6 +57,15 @@ class ExactPass:
                 "kv_cache_dtype auto, one rank, and the model's dtype, device and number of threads"
             )
 
+    def __call__(self, ids_T: Tensor, view: KVView) -> Tensor:
+        """A `HiddenImpl`. TrainingError for views other than of whole sequences that attend to selected keys."""
+        if not isinstance(view, PackedView) or not view.whole or view.stage != "sparse" or view.learn_index:
+            raise TrainingError(
+                "an exact pass computes whole sequences with the keys that indexers select, and trains no indexer; "
+                f"got a {type(view).__name__}: train with sparse attention and frozen indexers, on one device"
+            )
+        return self.hidden(ids_T, view.lengths)
+
     def hidden(self, ids_T: Tensor, lengths: list[int]) -> Tensor:
         """Hidden states [T, D] after the final norm, as `Glm5.forward` of a `PackedView`, differentiable in all weights
         but the indexers'."""
@@ -76,19 +88,18 @@ class ExactPass:
 
     def logprobs(
         self,
-        hidden_TD: Tensor,
-        position_G: Tensor,
+        hidden_GD: Tensor,
+        weight_WD: Tensor,
         target_G: Tensor,
         temperature_G: Tensor,
         kept: Kept | None = None,
+        *,
+        chunk: int = 4096,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probability, entropy), float32 [G] each, of drawing `target_G` at rows `position_G` of `hidden_TD`.
-
-        As the engine's `tempered` log-probability: at the temperature, over what was kept. The entropy is that of the
-        same distribution. Differentiable in hidden states and head.
-        """
-        weight = self.model.lm_head.weight
-        return tempered(self.engine.head, hidden_TD[position_G], weight, target_G, temperature_G, kept)
+        """`kernels.sampled_logprobs`, whose logits the engine's head computes: of tokens that an engine drew, its
+        `tempered` log-probabilities. `weight_WD`: the model's lm_head."""
+        given = hidden_GD, weight_WD, target_G, temperature_G, kept
+        return sampled_logprobs(*given, chunk=chunk, head=self.engine.head)
 
 
 def _run(

@@ -38,12 +38,12 @@ class _Graft(torch.autograd.Function):
         return given.value
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         x, *parameters = ctx.saved_tensors
         x = x.detach().requires_grad_(ctx.needs_input_grad[1])
         with torch.enable_grad():
             out = ctx.run(x)
         inputs = [x, *parameters]
         wanted = [each for each, is_needed in zip(inputs, ctx.needs_input_grad[1:], strict=True) if is_needed]
-        found = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True))
+        found = iter(torch.autograd.grad(out, wanted, grad_outputs, allow_unused=True))
         return None, *(next(found) if is_needed else None for is_needed in ctx.needs_input_grad[1:])
