@@ -36,6 +36,22 @@ class Drawn:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
+    def add(
+        self,
+        number: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        params: SamplingParams,
+    ) -> None:
+        """What an engine drew at the end of the sequence of that number."""
+        start = len(self.sequences[number])
+        self.sequences[number] += token_ids
+        self.place += [(number, start + index - 1) for index in range(len(token_ids))]
+        self.params += [params] * len(token_ids)
+        self.logprobs += logprobs
+        self.versions += versions
+
     @property
     def lengths(self) -> list[int]:
         """Of what is computed: an answer's last token never is."""
@@ -107,20 +123,12 @@ def answers(llm: LLM, rng: random.Random, *, turns: int = 2, max_tokens: int = 1
         ]
         outputs = llm.generate(drawn.sequences, params, use_tqdm=False)
         for number, (output, how) in enumerate(zip(outputs, params, strict=True)):
-            add(drawn, number, output, how)
+            answer = output.outputs[0]
+            drawn.sequences[number] = list(output.prompt_token_ids)
+            drawn.add(number, answer.token_ids, answer.tempered_logprobs, answer.weight_versions, how)
         for sequence in drawn.sequences:
             sequence += [rng.randrange(vocab_size) for _ in range(3)]
     return drawn
-
-
-def add(drawn: Drawn, number: int, output, params: SamplingParams) -> None:
-    """An answer to the sequence of that number."""
-    answer, start = output.outputs[0], len(output.prompt_token_ids)
-    drawn.sequences[number] = output.prompt_token_ids + answer.token_ids
-    drawn.place += [(number, start + index - 1) for index in range(len(answer.token_ids))]
-    drawn.params += [params] * len(answer.token_ids)
-    drawn.logprobs += answer.tempered_logprobs
-    drawn.versions += answer.weight_versions
 
 
 def default_logprobs(model: Glm5, drawn: Drawn) -> Tensor:

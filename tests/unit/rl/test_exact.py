@@ -4,17 +4,25 @@ Every comparison of log-probabilities here is for equality. The controls: the de
 that a trainer could have (no temperature, tokens shifted by one, weights of one step before).
 """
 
+import copy
+
 import pytest
 import torch
 
 from glm5.common.errors import ConfigError, TrainingError
+from glm5.config.presets import preset
 from glm5.engine import arithmetic
 from glm5.engine.llm import LLM
-from glm5.kernels import cpu_layer
+from glm5.engine.sampling.params import SamplingParams
+from glm5.kernels.sampled_logprobs import sampled_logprobs
+from glm5.model.moe import RecordedExperts
 from glm5.model.packed import PackedView
+from glm5.model.seams import Selection
+from glm5.rl.training import exact as exact_module
 from glm5.rl.training.exact import ExactPass
-from tests.support.exact import answers, default_logprobs, num_unlike
+from tests.support.exact import Drawn, answers, default_logprobs, num_unlike, prompts_of
 from tests.support.models import random_model
+from tests.support.rounding import logit_rounding
 
 NATIVE = pytest.param("native", marks=pytest.mark.compiler)
 CROWDED = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_speculative_tokens": 3}
@@ -61,3 +69,75 @@ def test_every_sampled_token_has_the_engines_bits(layers, settings, seed, rng):
     assert num_unlike(shown, drawn.logprob_G) > len(shown) / 10
     assert num_unlike(drawn.scored(exact), drawn.logprob_G) > len(shown) / 2  # one step later
     assert torch.isfinite(logprob_G).all()
+
+
+def test_each_version_of_the_weights_in_an_answer_is_exact(layers, seed, rng):
+    """Weights change in the middle of answers, with the policy `recompute`: a token belongs to its version."""
+    model = trained(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    drawn, weights = Drawn(prompts_of(rng, model.cfg.vocab_size, [5, 40, 90])), [copy.deepcopy(model.state_dict())]
+    params = SamplingParams(temperature=0.8, max_tokens=16, ignore_eos=True, logprobs=0, seed=7)
+    with engine(model, max_num_seqs=3, max_num_batched_tokens=32) as llm:
+        streams = dict(enumerate([llm.stream(ids, params) for ids in drawn.sequences]))
+        num_deltas = 0
+        while streams:
+            for number, stream in list(streams.items()):
+                if (delta := next(stream, None)) is None:
+                    del streams[number]
+                    continue
+                num_deltas += 1
+                versions = [delta.version] * len(delta.token_ids)
+                drawn.add(number, delta.token_ids, delta.tempered_logprobs, versions, params)
+                if num_deltas in (9, 21):
+                    model(torch.tensor([1, 2, 3]), PackedView([3])).square().sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    weights.append(copy.deepcopy(model.state_dict()))
+    assert set(drawn.versions) == {0, 1, 2}
+    exact, version_G = ExactPass(model, threads=1), torch.tensor(drawn.versions)
+    for version, state in enumerate(weights):
+        model.load_state_dict(state)
+        logprob_G = drawn.scored(exact)
+        own_G = version_G == version
+        assert num_unlike(logprob_G[own_G], drawn.logprob_G[own_G]) == 0
+        assert num_unlike(logprob_G[~own_G], drawn.logprob_G[~own_G]) > int((~own_G).sum()) / 2
+
+
+# The gradient's error in float32 relative to its size: as that of logits, through twice as many products.
+GRADIENT = 2 * logit_rounding(preset("tiny"))
+
+
+def gradients(model, logprob_G, entropy_G) -> dict[str, torch.Tensor]:
+    """Of a policy gradient with an entropy bonus."""
+    weight_G = torch.linspace(-1, 1, len(logprob_G), dtype=logprob_G.dtype)
+    model.zero_grad()
+    ((weight_G * logprob_G).sum() + 0.1 * entropy_G.sum()).backward()
+    return {name: weight.grad.double() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def scored(model, ids_T, lengths, score):
+    hidden_TD = model(ids_T, PackedView(lengths))
+    temperature_G = torch.linspace(0.3, 1.5, len(ids_T))
+    return score(hidden_TD, model.lm_head.weight, ids_T.roll(-1), temperature_G.to(hidden_TD.dtype))
+
+
+@pytest.mark.parametrize("fault", [None, "keys", "experts"])
+def test_gradients_are_those_of_the_definition_in_float64(fault, layers, seed, rng, monkeypatch):
+    """Also where rounding chose other keys or experts than float64 does: none here, as the test checks."""
+    model = trained(seed)
+    wide = copy.deepcopy(model).double()
+    lengths = [70, 1, 33]
+    (ids,) = prompts_of(rng, model.cfg.vocab_size, [sum(lengths)])
+    ids_T = torch.tensor(ids)
+    exact = model.impl = ExactPass(model, threads=1)
+    want = gradients(wide, *scored(wide, ids_T, lengths, sampled_logprobs))
+    if fault == "keys":
+        monkeypatch.setattr(exact_module, "Selection", lambda _keys_TK: Selection(None))
+    elif fault == "experts":
+        monkeypatch.setattr(exact_module, "RecordedExperts", lambda expert_TA: RecordedExperts(expert_TA.roll(1, 0)))
+    got = gradients(model, *scored(model, ids_T, lengths, exact.logprobs))
+    assert got.keys() == want.keys()
+    assert not any("indexer" in name for name in got)
+    error = {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
+    print(f"largest error {max(error.values()):.1e}, allowed {GRADIENT:.1e}")
+    assert (max(error.values()) < GRADIENT) == (fault is None)
