@@ -58,36 +58,36 @@ class Drawn:
         return [len(ids) - 1 for ids in self.sequences]
 
     @property
-    def ids_T(self) -> Tensor:
+    def ids(self) -> Tensor:
         return torch.tensor([token_id for ids in self.sequences for token_id in ids[:-1]])
 
     @property
-    def row_G(self) -> Tensor:
+    def rows(self) -> Tensor:
         first = torch.tensor([0, *self.lengths]).cumsum(0)
         return torch.tensor([int(first[number]) + position for number, position in self.place])
 
     @property
-    def target_G(self) -> Tensor:
+    def targets(self) -> Tensor:
         return torch.tensor([self.sequences[number][position + 1] for number, position in self.place])
 
     @property
-    def temperature_G(self) -> Tensor:
+    def temperatures(self) -> Tensor:
         return torch.tensor([params.temperature for params in self.params])
 
     @property
-    def logprob_G(self) -> Tensor:
+    def reported(self) -> Tensor:
         return torch.tensor(self.logprobs)
 
     def scored(self, exact: ExactPass, temperature_G: Tensor | None = None) -> Tensor:
         """The exact pass's log-probabilities, with a graph."""
         device = exact.model.device
-        hidden_TD = exact.hidden(self.ids_T.to(device), self.lengths)
-        return self.logprobs_of(exact, hidden_TD[self.row_G.to(device)], temperature_G)
+        hidden_TD = exact.hidden(self.ids.to(device), self.lengths)
+        return self.logprobs_of(exact, hidden_TD[self.rows.to(device)], temperature_G)
 
     def logprobs_of(self, exact: ExactPass, hidden_GD: Tensor, temperature_G: Tensor | None = None) -> Tensor:
         device = exact.model.device
-        temperature_G = self.temperature_G if temperature_G is None else temperature_G
-        given = exact.model.lm_head.weight, self.target_G.to(device), temperature_G.to(device)
+        temperature_G = self.temperatures if temperature_G is None else temperature_G
+        given = exact.model.lm_head.weight, self.targets.to(device), temperature_G.to(device)
         return exact.logprobs(hidden_GD, *given, self.kept(exact, hidden_GD.detach()))[0].cpu()
 
     def kept(self, exact: ExactPass, hidden_GD: Tensor) -> Kept | None:
@@ -97,7 +97,7 @@ class Drawn:
         with torch.no_grad():
             logits_GW = exact.engine.head(hidden_GD).float()
         numbers = {
-            "temperature": self.temperature_G,
+            "temperature": self.temperatures,
             "top_k": torch.tensor([max(0, one.top_k) for one in self.params]),
             "top_p": torch.tensor([one.top_p for one in self.params]),
             "min_p": torch.tensor([one.min_p for one in self.params]).log(),
@@ -114,7 +114,7 @@ def answers(llm: LLM, rng: random.Random, *, turns: int = 2, max_tokens: int = 1
     """Conversations in all ways of sampling: each next turn's prompt is the turn before and a few more tokens."""
     vocab_size = llm.cfg.vocab_size
     stem = [rng.randrange(vocab_size) for _ in range(longest)]
-    prompts = [stem[: rng.randint(1, longest)] + [rng.randrange(vocab_size)] for _ in SAMPLED]
+    prompts = [[*stem[: rng.randint(1, longest)], rng.randrange(vocab_size)] for _ in SAMPLED]
     drawn = Drawn(sequences=prompts)
     for _ in range(turns):
         params = [
@@ -136,8 +136,8 @@ def default_logprobs(model: Glm5, drawn: Drawn) -> Tensor:
     from glm5.kernels.sampled_logprobs import sampled_logprobs
 
     device = model.device
-    hidden_TD = model(drawn.ids_T.to(device), PackedView(drawn.lengths, device))[drawn.row_G.to(device)]
-    given = model.lm_head.weight, drawn.target_G.to(device), drawn.temperature_G.to(device)
+    hidden_TD = model(drawn.ids.to(device), PackedView(drawn.lengths, device))[drawn.rows.to(device)]
+    given = model.lm_head.weight, drawn.targets.to(device), drawn.temperatures.to(device)
     return sampled_logprobs(hidden_TD, *given)[0].cpu()
 
 

@@ -22,7 +22,7 @@ from glm5.engine.runner.native import NativeLayer
 from glm5.kernels.invariant import pass_rows
 from glm5.kernels.upload import upload
 from glm5.model.glm5 import Glm5
-from glm5.model.lowering import use_invariant
+from glm5.model.lowering import rows_are_alone, use_invariant
 from glm5.model.moe import MoE
 from glm5.model.seams import Selection
 
@@ -49,7 +49,10 @@ class EnginePass:
         if not self.is_native:
             use_invariant(model)
         form = FusedModel(model, model.cfg.max_position_embeddings) if fused else None
-        self.passes = Passes(model, None if self.is_native else pass_rows(model.device), form)
+        # All rows at once, where a row does not depend on how many there are.
+        is_whole = self.is_native or rows_are_alone(model)
+        self.passes = Passes(model, None if is_whole else pass_rows(model.device), form)
+        self._pass_rows = pass_rows(model.device)
         self.arithmetic = arithmetic_of(model, is_native=self.is_native)
         self._layers = list(model.model.layers)[: model.cfg.num_hidden_layers]
         self._streams, self._keys = list[Tensor](), list[Tensor | None]()
@@ -66,7 +69,7 @@ class EnginePass:
     def run(self, ids_T: Tensor, lengths: list[int]) -> Trace:
         """The trace of sequences of these lengths, one after another in `ids_T`, each from position 0 on."""
         count = len(ids_T)
-        padded = self.passes.round_up(count)
+        padded = self._round_up(count)
         view = self._view(lengths, padded)
         self._clear()
         hidden_TD = self.passes.hidden(torch.nn.functional.pad(ids_T, (0, padded - count)), view)
@@ -81,7 +84,7 @@ class EnginePass:
     def head(self, hidden_GD: Tensor) -> Tensor:
         """Logits [G, W] of hidden states."""
         count = len(hidden_GD)
-        missing = self.passes.round_up(count) - count
+        missing = self._round_up(count) - count
         return self.passes.logits(torch.nn.functional.pad(hidden_GD, (0, 0, 0, missing)))[:count]
 
     def _view(self, lengths: list[int], num_rows: int) -> StepView:
@@ -104,8 +107,12 @@ class EnginePass:
             end_T=upload(np.pad(position_T + 1, missing).astype(np.int32), model.device),
             slot_mapping_T=upload(np.pad(place_T, missing, constant_values=cache.dump_page * PAGE_SIZE), model.device),
             max_end=max(lengths),
-            invariant=self.passes.num_rows is not None,
+            invariant=not self.is_native,
         )
+
+    def _round_up(self, count: int) -> int:
+        """To whole passes, of which kernels know the sizes."""
+        return count if self.is_native else -(-count // self._pass_rows) * self._pass_rows
 
     def _observe(self) -> None:
         """Let each pass append its residual streams and selections."""

@@ -9,7 +9,6 @@ import copy
 import pytest
 import torch
 
-from glm5.common.errors import ConfigError, TrainingError
 from glm5.config.presets import preset
 from glm5.engine import arithmetic
 from glm5.engine.llm import LLM
@@ -57,7 +56,7 @@ def test_every_sampled_token_has_the_engines_bits(layers, settings, seed, rng):
             drawn = answers(llm, rng)
             assert set(drawn.versions) == {version}
             logprob_G = drawn.scored(exact)
-            assert num_unlike(logprob_G, drawn.logprob_G) == 0
+            assert num_unlike(logprob_G, drawn.reported) == 0
             shown = default_logprobs(model, drawn)
             (-logprob_G.mean()).backward()
             optimizer.step()
@@ -66,8 +65,8 @@ def test_every_sampled_token_has_the_engines_bits(layers, settings, seed, rng):
             assert llm.stats()["prefix_cache"]["hit_tokens"]["device"] > 0
             assert sum(llm.stats()["speculation"]["drafted"]) > 0
     # The controls.
-    assert num_unlike(shown, drawn.logprob_G) > len(shown) / 10
-    assert num_unlike(drawn.scored(exact), drawn.logprob_G) > len(shown) / 2  # one step later
+    assert num_unlike(shown, drawn.reported) > len(shown) / 10
+    assert num_unlike(drawn.scored(exact), drawn.reported) > len(shown) / 2  # one step later
     assert torch.isfinite(logprob_G).all()
 
 
@@ -99,8 +98,8 @@ def test_each_version_of_the_weights_in_an_answer_is_exact(layers, seed, rng):
         model.load_state_dict(state)
         logprob_G = drawn.scored(exact)
         own_G = version_G == version
-        assert num_unlike(logprob_G[own_G], drawn.logprob_G[own_G]) == 0
-        assert num_unlike(logprob_G[~own_G], drawn.logprob_G[~own_G]) > int((~own_G).sum()) / 2
+        assert num_unlike(logprob_G[own_G], drawn.reported[own_G]) == 0
+        assert num_unlike(logprob_G[~own_G], drawn.reported[~own_G]) > int((~own_G).sum()) / 2
 
 
 # The gradient's error in float32 relative to its size: as that of logits, through twice as many products.

@@ -107,7 +107,8 @@ class FusedAttention:
             early = q_THX.new_empty(len(q_THX), heads, cfg.kv_lora_rank + cfg.qk_rope_head_dim)
             found = view.share(row_sharding.shard).select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale, own)
             selection = Selection(None if found.keys_TK is None else row_sharding.gather_rows(found.keys_TK))
-        q_THL = mla_queries(q_THX, self.w_k_HNC, *rotation, early=early)
+        impl = "invariant_triton" if view.impl == "invariant_triton" else "auto"
+        q_THL = mla_queries(q_THX, self.w_k_HNC, *rotation, early=early, impl=impl)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
         return row_sharding.product(self._values(out_THC), module.o_proj), selection
 
