@@ -110,12 +110,12 @@ class Drawn:
         return Kept(is_kept_GW.nonzero()[:, 1], is_kept_GW.sum(dim=-1))
 
 
-def answers(llm: LLM, rng: random.Random, *, turns: int = 2, max_tokens: int = 12, longest: int = 60) -> Drawn:
+def answers(llm: LLM, rng: random.Random, *, turns: int = 2, max_tokens: int = 8, longest: int = 70) -> Drawn:
     """Conversations in all ways of sampling: each next turn's prompt is the turn before and a few more tokens."""
     vocab_size = llm.cfg.vocab_size
     stem = [rng.randrange(vocab_size) for _ in range(longest)]
-    prompts = [[*stem[: rng.randint(1, longest)], rng.randrange(vocab_size)] for _ in SAMPLED]
-    drawn = Drawn(sequences=prompts)
+    lengths = [longest, *(rng.randint(1, longest) for _ in SAMPLED[1:])]
+    drawn = Drawn(sequences=[[*stem[:length], rng.randrange(vocab_size)] for length in lengths])
     for _ in range(turns):
         params = [
             SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=0, seed=rng.getrandbits(31), **how)

@@ -5,13 +5,16 @@ that a trainer could have (no temperature, tokens shifted by one, weights of one
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 
+from glm5.common.errors import ConfigError, TrainingError
 from glm5.config.presets import preset
-from glm5.engine import arithmetic
+from glm5.engine import arithmetic, build
 from glm5.engine.llm import LLM
+from glm5.engine.runner.runner import Runner
 from glm5.engine.sampling.params import SamplingParams
 from glm5.kernels.sampled_logprobs import sampled_logprobs
 from glm5.model.moe import RecordedExperts
@@ -25,14 +28,16 @@ from tests.support.rounding import logit_rounding
 
 NATIVE = pytest.param("native", marks=pytest.mark.compiler)
 CROWDED = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_speculative_tokens": 3}
-ALONE = {"max_num_seqs": 1, "enable_prefix_caching": False, "num_speculative_tokens": 0}
+ALONE = {"max_num_seqs": 1, "enable_prefix_caching": False}
 
 
 @pytest.fixture(params=[NATIVE, "torch"])
 def layers(request, monkeypatch):
-    """What engine and trainer run on."""
-    if request.param == "torch":
+    """What engine and trainer run on. "fused": on torch, in the form for GPUs."""
+    if request.param != "native":
         monkeypatch.setattr(arithmetic, "use_native", lambda _model, **_: False)
+    if request.param == "fused":
+        monkeypatch.setattr(build, "Runner", partial(Runner, fused=True))
     return request.param
 
 
@@ -44,12 +49,13 @@ def trained(seed, cfg=None):
     return random_model(seed, cfg).requires_grad_()
 
 
+@pytest.mark.parametrize("layers", [NATIVE, "torch", "fused"], indirect=True)
 @pytest.mark.parametrize("settings", [CROWDED, pytest.param(ALONE, marks=pytest.mark.slow)], ids=["crowded", "alone"])
 def test_every_sampled_token_has_the_engines_bits(layers, settings, seed, rng):
     """Temperatures, cuts, two turns, chunks, prefix hits, drafts; before and after a step of the optimizer."""
     model = trained(seed)
     with engine(model, **settings) as llm:
-        exact = ExactPass(model, threads=1)
+        exact = ExactPass(model, threads=1, fused=layers == "fused")
         exact.check(llm.client.info.arithmetic)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for version in range(2):
@@ -64,10 +70,12 @@ def test_every_sampled_token_has_the_engines_bits(layers, settings, seed, rng):
         if settings is CROWDED:
             assert llm.stats()["prefix_cache"]["hit_tokens"]["device"] > 0
             assert sum(llm.stats()["speculation"]["drafted"]) > 0
-    # The controls.
+    # The controls: the definition's pass, weights of one step later, no temperature, and a token shifted by one.
     assert num_unlike(shown, drawn.reported) > len(shown) / 10
-    assert num_unlike(drawn.scored(exact), drawn.reported) > len(shown) / 2  # one step later
-    assert torch.isfinite(logprob_G).all()
+    assert num_unlike(drawn.scored(exact), drawn.reported) > len(shown) / 2
+    plain = torch.ones_like(drawn.temperatures)
+    assert num_unlike(drawn.scored(exact, plain), drawn.reported) > len(shown) / 2
+    assert num_unlike(drawn.scored(exact).roll(1), drawn.reported) > len(shown) / 2
 
 
 def test_each_version_of_the_weights_in_an_answer_is_exact(layers, seed, rng):
@@ -140,3 +148,54 @@ def test_gradients_are_those_of_the_definition_in_float64(fault, layers, seed, r
     error = {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
     print(f"largest error {max(error.values()):.1e}, allowed {GRADIENT:.1e}")
     assert (max(error.values()) < GRADIENT) == (fault is None)
+
+
+def test_what_cannot_be_exact_is_refused(seed, monkeypatch):
+    model = trained(seed)
+    exact = model.impl = ExactPass(model, threads=1)
+    for view in (PackedView([3], stage="dense"), PackedView([3], learn_index=True)):
+        with pytest.raises(TrainingError, match="train with sparse attention and frozen indexers"):
+            model(torch.tensor([1, 2, 3]), view)
+    with pytest.raises(ConfigError, match="the engine computes in an order that depends on the batch, this training"):
+        exact.check(None)
+    monkeypatch.setattr(arithmetic, "use_native", lambda _model, **_: False)
+    with pytest.raises(ConfigError, match="threads: the engine has 2, and torch 1 here"):
+        ExactPass(trained(seed), threads=2)
+
+
+WIDE = preset("nano").replace(index_topk=24)
+ODD = preset("tiny").replace(num_nextn_predict_layers=0, first_k_dense_replace=0, n_shared_experts=2)
+ENGINES = {
+    "alone": ALONE,
+    "crowded": {"max_num_seqs": 16},
+    "chunks of 7": {"long_prefill_token_threshold": 7, "max_num_seqs": 3},
+    "no cache": {"enable_prefix_caching": False},
+    "preemption": {"max_num_seqs": 6, "num_gpu_blocks_override": 10},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layers", [NATIVE, "torch", "fused"], indirect=True)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("cfg", [preset("tiny"), WIDE, ODD], ids=["tiny", "nano", "odd"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_bit_in_every_way(layers, threads, cfg, name, seed, rng):
+    """Of longer conversations, by several steps of an optimizer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model = trained(seed, cfg)
+        drafts = 3 if cfg.num_nextn_predict_layers else 0
+        settings = {"num_speculative_tokens": drafts, "num_threads": threads} | ENGINES[name]
+        with LLM(model, max_model_len=320, deterministic=True, **settings) as llm:
+            exact = ExactPass(model, threads=threads, fused=layers == "fused")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for _ in range(3):
+                drawn = answers(llm, rng, turns=4, max_tokens=24, longest=150)
+                logprob_G = drawn.scored(exact)
+                assert num_unlike(logprob_G, drawn.reported) == 0
+                (-logprob_G.mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        torch.set_num_threads(before)
