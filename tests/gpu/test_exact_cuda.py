@@ -19,7 +19,7 @@ from glm5.kernels.sampled_logprobs import sampled_logprobs
 from glm5.model.packed import PackedView
 from glm5.rl.training.exact import ExactPass
 from glm5.rl.training.expert_replay import replayed_experts
-from tests.support.exact import SAMPLED, Drawn, default_logprobs, num_unlike, prompts_of
+from tests.support.exact import REPORTED, SAMPLED, Drawn, default_logprobs, num_unlike, prompts_of
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,12 @@ def rollouts(model, *, deterministic: bool, ways=SAMPLED, seed=0) -> tuple[Drawn
     prompts = prompts_of(rng, model.cfg.vocab_size, [rng.randint(1, 150) for _ in range(NUM_SEQS)])
     params = [
         SamplingParams(
-            max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0, seed=rng.getrandbits(31), **ways[number % len(ways)]
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            logprobs=0,
+            kept_tokens=True,
+            seed=rng.getrandbits(31),
+            **ways[number % len(ways)],
         )
         for number in range(NUM_SEQS)
     ]
@@ -51,8 +56,8 @@ def rollouts(model, *, deterministic: bool, ways=SAMPLED, seed=0) -> tuple[Drawn
         arithmetic = llm.client.info.arithmetic
         for number, output in enumerate(llm.generate(prompts, params, use_tqdm=False, routed_experts=True)):
             answer = output.outputs[0]
-            versions = answer.weight_versions
-            drawn.add(number, answer.token_ids, answer.tempered_logprobs, versions, params[number])
+            tokens = answer.token_ids, answer.tempered_logprobs, answer.weight_versions
+            drawn.add(number, *tokens, params[number], answer.kept_tokens)
             experts.append(answer.routed_experts)
     return drawn, torch.from_numpy(np.concatenate(experts)).cuda(), arithmetic
 

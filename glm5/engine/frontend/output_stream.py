@@ -183,6 +183,7 @@ class OutputStream:
             index=self.index,
             version=self._read_version,
             tempered_logprobs=tuple([entry.tempered for entry in entries]) if entries else (),
+            kept_tokens=tuple([entry.kept for entry in entries]) if entries else (),
             num_cached_tokens=gain.num_cached,
             prompt_logprobs=None if gain.prompt_logprobs is None else tuple(map(self._entry, gain.prompt_logprobs)),
             routed_experts=gain.routed,

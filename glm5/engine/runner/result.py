@@ -44,8 +44,9 @@ class PromptLogprobs:
 @dataclass
 class Pending:
     """Tensors of a launched step from which its result is made. `sampling`: items that sample. `shown`: by sequence id,
-    how many likeliest tokens to report. `unpack` splits `packed` into tokens_B, count_B, drafts_B and no_valid_token_T,
-    as one copy brings them to the host. `drafts_B`: None if drafts are not needed."""
+    how many likeliest tokens to report; `kept`: those whose kept tokens are reported. `unpack` splits `packed` into
+    tokens_B, count_B, drafts_B and no_valid_token_T, as one copy brings them to the host. `drafts_B`: None if drafts
+    are not needed."""
 
     sampling: Sequence[Item]
     sample_index_B: Ints
@@ -56,6 +57,7 @@ class Pending:
     drafts_B: Tensor | None = None
     logprobs: Logprobs | None = None
     shown: dict[int, int] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     packed: Tensor | None = None
     unpack: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
@@ -133,7 +135,10 @@ def _result(pending: Pending) -> StepResult:
         rows = _entries(pending.logprobs)
         for seq_id, place in zip(seq_ids, pending.sample_index_B.tolist(), strict=False):
             if seq_id in pending.shown:
-                result.logprobs[seq_id] = rows.of(result.tokens[seq_id], place, pending.shown[seq_id])
+                token_ids = result.tokens[seq_id]
+                result.logprobs[seq_id] = entries = rows.of(token_ids, place, pending.shown[seq_id])
+                if seq_id in pending.kept:
+                    _add_kept(entries, pending.logprobs, place)
     for seq_id, prompt in pending.prompt_logprobs.items():
         entries = _entries(prompt.found)
         result.prompt_logprobs[seq_id] = entries.of(prompt.token_S.tolist(), 0, prompt.num_logprobs)
@@ -174,6 +179,13 @@ class _Entries:
             best = zip(*(column[:num_logprobs] for column in columns), strict=True)
             entries.append(TokenLogprobs(token_id, self.logprob[row], self.tempered[row], self.rank[row], list(best)))
         return entries
+
+
+def _add_kept(entries: Sequence[TokenLogprobs], found: Logprobs, first: int) -> None:
+    """Add what was kept in the rows from `first` on."""
+    assert found.kept_TW is not None
+    for entry, kept_W in zip(entries, found.kept_TW[first:].numpy(), strict=False):
+        entry.kept = kept_W.nonzero()[0].astype("<i4").tobytes()
 
 
 def _entries(found: Logprobs) -> _Entries:

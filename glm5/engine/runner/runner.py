@@ -182,6 +182,7 @@ class Runner:
             no_valid_token_T=no_valid_token_T,
             logprobs=None if sampled is None else sampled.logprobs,
             shown={} if sampled is None else _shown(items, specs),
+            kept=_kept(items, specs),
             packed=buffers.result,
             unpack=buffers.unpack,
         )
@@ -226,6 +227,7 @@ class Runner:
             no_valid_token_T=sampled.no_valid_token_T,
             logprobs=sampled.logprobs,
             shown=_shown(sampling, specs),
+            kept=_kept(sampling, specs),
             prompt_logprobs=prompt_logprobs,
         )
         if expert_ids_T is not None:
@@ -344,6 +346,11 @@ def _shown(items: Sequence[Item], specs: Mapping[int, SeqSpec]) -> dict[int, int
     """By sequence with log-probabilities: how many of the likeliest tokens it requests."""
     wanted = {item.seq_id: specs[item.seq_id].params.logprobs for item in items}
     return {seq_id: count for seq_id, count in wanted.items() if count is not None}
+
+
+def _kept(items: Sequence[Item], specs: Mapping[int, SeqSpec]) -> frozenset[int]:
+    """Sequences whose kept tokens are reported."""
+    return frozenset(item.seq_id for item in items if specs[item.seq_id].params.reports_kept)
 
 
 def _first_rows(plan: StepPlan) -> list[tuple[Item, int]]:

@@ -50,6 +50,10 @@ class Vocabulary:
         """z is -inf for the tokens that top_k and then top_p leave out."""
         z_TW.masked_fill_(_dropped(z_TW, top_k_T, top_p_T), -torch.inf)
 
+    def whole(self, mask_TW: Tensor) -> Tensor:
+        """A mask of this process's tokens as one of all."""
+        return mask_TW
+
     def logprobs(self, logits_TW: Tensor, token_T: Tensor, drawn_from_TW: Tensor | None, num_logprobs: int) -> Logprobs:
         return logprobs(logits_TW, token_T, drawn_from_TW, num_logprobs)
 

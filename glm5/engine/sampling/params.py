@@ -51,6 +51,7 @@ class Feature:
     PERMITTED = 64  # a grammar, a budget of thinking or allowed_token_ids
     LOGPROBS = 128
     TEMPERED = 256  # a temperature other than 1, which log-probabilities show
+    KEPT = 512  # report what the cuts left, beside log-probabilities
 
 
 CUTS = Feature.MIN_P | Feature.HEAD  # leave tokens out of a draw
@@ -158,6 +159,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     output_kind: str | None = None
     flat_logprobs: bool = False
+    kept_tokens: bool = False  # with logprobs: report the tokens that top_k, top_p and min_p left (not vLLM's)
     extra_args: None = None
     logits_processors: None = None
 
@@ -187,6 +189,12 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def reports_kept(self) -> bool:
+        """Whether the tokens that cuts left are reported: where they were requested, and there are cuts."""
+        cuts = not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return self.kept_tokens and self.logprobs is not None and cuts
 
     @property
     def penalized(self) -> bool:

@@ -54,6 +54,9 @@ class VocabShard(Vocabulary):
         for rows in (slice(first, first + num_rows) for first in range(0, len(z_TW), num_rows)):
             z_TW[rows].masked_fill_(_dropped(z_TW[rows], top_k_T[rows], top_p_T[rows], self), -torch.inf)
 
+    def whole(self, mask_TW: Tensor) -> Tensor:
+        return self.exchange.all_gather(mask_TW.to(torch.uint8)).transpose(0, 1).flatten(1).bool()
+
     def logprobs(self, logits_TW: Tensor, token_T: Tensor, drawn_from_TW: Tensor | None, num_logprobs: int) -> Logprobs:
         logits_TW = logits_TW.float()
         drawn_from_TW = logits_TW if drawn_from_TW is None else drawn_from_TW

@@ -22,7 +22,8 @@ from glm5.engine.sampling.simulated import simulated
 from glm5.engine.sampling.slots import Placement, SlotTables
 from glm5.kernels.best_token import best_token
 
-_UNKNOWN_AHEAD = Feature.PERMITTED | Feature.LOGPROBS
+_SHOWN = Feature.LOGPROBS | Feature.KEPT
+_UNKNOWN_AHEAD = Feature.PERMITTED | _SHOWN
 _ALL = -1
 _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's L2
 
@@ -104,7 +105,7 @@ class Sampler:
         assert len(rows.slots) == num_rows, f"{len(rows.slots)=} {num_rows=}"
         wanted = ~_UNKNOWN_AHEAD if drafting else _ALL
         features = (self.tables.features_of(rows.slots) if features is None else features) & wanted
-        shown = features & Feature.LOGPROBS
+        shown = features & _SHOWN
         num_logprobs = self.tables.num_logprobs_of(rows.slots) if shown else 0
         step = max(1, _CACHED // vocab_size) if logits_TW.device.type == "cpu" else num_rows
         if num_rows <= step:
@@ -127,17 +128,21 @@ class Sampler:
         if not features and part is None:
             return Sampled(*best_token(logits_TW), None)
         edited_TW = edited(logits_TW, rows, drafts_Y, self.tables, features, part and part.first)
-        best = vocabulary.best(edited_TW)
+        best, kept_TW = vocabulary.best(edited_TW), None
         token_T, drawn_from_TW = best.token_T, self._untruncated(edited_TW, rows, features)
+        if features & Feature.KEPT:
+            kept_TW = torch.ones_like(edited_TW, dtype=torch.bool)
         if features & Feature.RANDOM:
             numbers = self.tables.numbers_of(rows.slot_T)
             z_TW = kept(edited_TW, best, numbers, features, vocabulary)
             if drawn_from_TW is not None and features & CUTS:
                 drawn_from_TW = drawn_from(edited_TW, numbers("temperature"), z_TW)
+            kept_TW = None if kept_TW is None else z_TW > -torch.inf
             token_T = race(z_TW, best, rows.position_T, numbers, vocabulary)
         found = None
         if features & Feature.LOGPROBS:
             found = vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_logprobs)
+            found.kept_TW = None if kept_TW is None else vocabulary.whole(kept_TW)
         return Sampled(token_T, best.value_T.isfinite().logical_not_(), found)
 
     def logprobs(self, logits_TW: Tensor, token_T: Tensor, num_logprobs: int, temperature: float) -> Logprobs:

@@ -58,6 +58,7 @@ class Placement:
             features |= LOGIT_NUMBERS[name].bounds.feature if value != LOGIT_NUMBERS[name].default else 0
         features = features & ~(CUTS | Feature.TEMPERED) if params.greedy else features | Feature.RANDOM
         features |= 0 if params.logprobs is None else Feature.LOGPROBS
+        features |= Feature.KEPT if params.reports_kept else 0
         features |= Feature.BIASES if params.logit_bias or (params.min_tokens > 0 and self.stop_ids) else 0
         features |= Feature.BAD_WORDS if self.bad_words else 0
         permitted = params.allowed_token_ids is not None or params.constrained

@@ -202,13 +202,15 @@ def sender_of(message: ToEngine) -> int | None:
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Log-probabilities of one token in float32: under the model, under the distribution it was sampled from, its rank,
-    and both for the likeliest tokens (sampling/logprobs.py)."""
+    and both for the likeliest tokens (sampling/logprobs.py). `kept`: token ids that top_k, top_p and min_p left, as
+    little-endian int32, if requested."""
 
     token_id: int
     logprob: float
     tempered: float
     rank: int
     likeliest: list[tuple[int, float, float]] = []
+    kept: bytes = b""
 
 
 class RoutedExperts(msgspec.Struct, array_like=True):
