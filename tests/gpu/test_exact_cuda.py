@@ -42,9 +42,7 @@ def rollouts(model, *, deterministic: bool, ways=SAMPLED, seed=0) -> tuple[Drawn
     params = [
         SamplingParams(
             max_tokens=NUM_TOKENS,
-            ignore_eos=True,
-            logprobs=0,
-            kept_tokens=True,
+            **REPORTED,
             seed=rng.getrandbits(31),
             **ways[number % len(ways)],
         )

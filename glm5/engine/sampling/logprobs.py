@@ -39,7 +39,8 @@ class Logprobs:
         """The rows of all parts, in order."""
         columns = zip(*(vars(part).values() for part in parts), strict=True)
         *always, kept = columns
-        return cls(*(torch.cat(column) for column in always), None if kept[0] is None else torch.cat(kept))
+        kept_TW = None if kept[0] is None else torch.cat(kept)
+        return cls(*map(torch.cat, always), kept_TW=kept_TW)
 
 
 def logprobs(logits_TW: Tensor, token_T: Tensor, drawn_from_TW: Tensor | None, num_logprobs: int) -> Logprobs:
