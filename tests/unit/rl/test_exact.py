@@ -190,8 +190,8 @@ def test_every_bit_in_every_way(layers, threads, cfg, name, seed, rng):
         with LLM(model, max_model_len=320, deterministic=True, **settings) as llm:
             exact = ExactPass(model, threads=threads, fused=layers == "fused")
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            for _ in range(3):
-                drawn = answers(llm, rng, turns=4, max_tokens=24, longest=150)
+            for _ in range(2):
+                drawn = answers(llm, rng, turns=3, max_tokens=16, longest=150)
                 logprob_G = drawn.scored(exact)
                 assert num_unlike(logprob_G, drawn.reported) == 0
                 (-logprob_G.mean()).backward()
