@@ -27,6 +27,8 @@ class TextStream:
     `token_bytes` may share it.
     """
 
+    __slots__ = ("_held", "_texts", "_token_bytes")
+
     def __init__(self, token_bytes: Callable[[int], bytes], texts: dict[int, str] | None = None) -> None:
         self._token_bytes = token_bytes
         self._texts = {} if texts is None else texts

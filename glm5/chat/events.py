@@ -6,23 +6,22 @@ The complete answer is always the concatenation of the events.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+
+class ReasoningDelta(msgspec.Struct, frozen=True):
     """More of the reasoning."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ContentDelta:
+class ContentDelta(msgspec.Struct, frozen=True):
     """More of the answer's text."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallStart:
+class ToolCallStart(msgspec.Struct, frozen=True):
     """A tool call begins: its index in the answer, a new id, and the complete function name."""
 
     index: int
@@ -30,16 +29,14 @@ class ToolCallStart:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallArguments:
+class ToolCallArguments(msgspec.Struct, frozen=True):
     """More of a call's arguments. All deltas of a finished call together are one JSON object."""
 
     index: int
     delta: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallEnd:
+class ToolCallEnd(msgspec.Struct, frozen=True):
     """A tool call is complete. A call without this event was cut off: its arguments are incomplete JSON."""
 
     index: int

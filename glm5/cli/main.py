@@ -37,6 +37,7 @@ COMMANDS = {
     "merge": "merge a LoRA adapter into a checkpoint",
     "tokenize": "write a token file for training",
     "train": "train as a recipe says",
+    "rl": "reinforcement learning as a recipe says",
     "bench all": "everything about a model on this machine, part by part",
     "bench throughput": "tokens a second of requests that come at once",
     "bench latency": "times of requests that come one by one",

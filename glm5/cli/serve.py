@@ -49,12 +49,11 @@ def run(args: argparse.Namespace) -> int:
         check(settings, engine := settings.engine_config())
         check_gpus(settings.device, engine.tensor_parallel_size)
         keys, endpoint = read_keys(settings), settings.otlp_traces_endpoint
-        several = settings.api_server_count > 1  # then each process sends its own traces
-        tracing = None if endpoint is None or several else Tracing.to(endpoint)
+        tracing = None if endpoint is None else Tracing.to(endpoint)  # several front ends make their own
         program = _Program(settings, keys, ServerState(), tracing)
     open_files.allow_many()
     with bind(settings.host, settings.port, settings.client_timeout) as listener:
-        program.front = _front_ends(program, listener) if several else None
+        program.front = _front_ends(program, listener) if settings.api_server_count > 1 else None
         setup = ServerSetup(
             import_modules=program.import_modules,
             start=program.start,

@@ -78,6 +78,8 @@ class EngineConfig(Command):
     """Events of the KV cache for routers, as vLLM's JSON or by the dotted flags. Default: none."""
     enable_return_routed_experts: bool = False
     """Allow requests to return the experts of their tokens."""
+    max_logprobs: Annotated[int, Field(ge=0, le=1024)] = 20
+    """Most likely tokens whose log-probabilities a request may ask for at each position."""
     watchdog_timeout: Seconds = 300.0
     """Seconds after which a step, or an engine that does not respond, is killed."""
     num_threads: Annotated[int, Field(ge=1, le=4096)] | None = None

@@ -75,6 +75,8 @@ class ModelConfig(BaseModel):
     """Further MTP steps reuse the keys that the first one selected (GLM-5.2)."""
     num_nextn_predict_layers: Annotated[int, Field(ge=0, le=1, strict=True)] = 0
     """1 if the checkpoint has the multi-token-prediction layer, else 0."""
+    value_head: Flag = False
+    """The checkpoint has value_head.weight [1, hidden_size], a scalar beside lm_head; written only where it is so."""
     rms_norm_eps: Positive
     lora_norm_eps: Positive = 1e-6
     """Epsilon of q_a_layernorm and kv_a_layernorm: 1e-6 gives transformers' numbers, 1e-5 SGLang's and vLLM's."""
@@ -126,7 +128,8 @@ class ModelConfig(BaseModel):
 
     def to_dict(self) -> dict[str, Any]:
         """A config.json that transformers and `from_dict` read as this same architecture."""
-        fields = self.model_dump(exclude={"rope_theta", "sharing", "unused", "extra", "quantization_config"})
+        others = {"rope_theta", "sharing", "unused", "extra", "quantization_config"}
+        fields = self.model_dump(exclude=others if self.value_head else {*others, "value_head"})
         fixed = {key: values[0] for key, values in resolve.FIXED.items() if key not in resolve.NOT_WRITTEN}
         derived = {
             "architectures": [resolve.ARCHITECTURE],

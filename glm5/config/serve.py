@@ -32,6 +32,9 @@ class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     distribution that tokens were sampled from."""
     return_tokens_as_token_ids: bool = False
     """Log-probabilities name tokens token_id:N unless the request says otherwise."""
+    return_sampling_mask: bool = False
+    """Answers of /inference/v1/generate have, for each token, the token ids that top_k, top_p and min_p left to draw
+    from."""
     reasoning_parser: Annotated[Literal["glm45"], NoEffect("reasoning is always split from the answer")] = "glm45"
     """Splits reasoning from the answer."""
     max_inter_token_ms: MaxInterTokenMs = "auto"

@@ -17,7 +17,17 @@ from glm5.config.resolve import FP8_BLOCK
 
 Dtype = Literal["bf16", "f32"]
 Part = Literal[
-    "embedding", "attention", "indexer", "dense mlp", "experts", "shared experts", "router", "norms", "mtp", "lm_head"
+    "embedding",
+    "attention",
+    "indexer",
+    "dense mlp",
+    "experts",
+    "shared experts",
+    "router",
+    "norms",
+    "mtp",
+    "lm_head",
+    "value_head",
 ]
 
 
@@ -81,7 +91,7 @@ def count_parameters(cfg: ModelConfig) -> ParameterCount:
             biases += size * row.copies
             continue
         by_part[row.part] += size * row.copies
-        if row.part not in ("mtp", "embedding", "lm_head"):
+        if row.part not in ("mtp", "embedding", "lm_head", "value_head"):
             active += size * row.used
     with_mtp = by_part.total()
     return ParameterCount(with_mtp - by_part["mtp"], with_mtp, active, biases, dict(by_part))
@@ -118,11 +128,12 @@ def _expand(prefix: str, rows: list[_Row]) -> Iterator[TensorSpec]:
 
 def _global_rows(cfg: ModelConfig) -> list[_Row]:
     table = (cfg.vocab_size, cfg.hidden_size)
-    return [
+    rows = [
         _Row("model.embed_tokens.weight", table, "embedding"),
         _Row("model.norm.weight", (cfg.hidden_size,), "norms"),
         _Row("lm_head.weight", table, "lm_head"),
     ]
+    return [*rows, _Row("value_head.weight", (1, cfg.hidden_size), "value_head")] if cfg.value_head else rows
 
 
 def _layer_rows(cfg: ModelConfig, has_indexer: bool, is_moe: bool, is_mtp: bool) -> list[_Row]:

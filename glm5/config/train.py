@@ -8,23 +8,18 @@ Keys can be set on the command line by their path: --set stage.0.steps=10. An un
 nearest known one.
 """
 
-import json
-import tomllib
-from collections.abc import Collection, Sequence
-from difflib import get_close_matches
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from glm5.common.bounded import SETTINGS, read_bounded_text
-from glm5.common.errors import ConfigError
 from glm5.config.command import Command, Positional
 from glm5.config.model import ModelConfig, known_keys
 from glm5.config.parallel import ParallelConfig
 from glm5.config.presets import PresetName, preset
-from glm5.config.refusal import complaint, first_error, refuse
 from glm5.config.step import LoraConfig, LossConfig, NotNegative, OptimizerConfig, Positive, Section, WindowConfig
+from glm5.config.toml import nearest, read_toml
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Sequences = Annotated[int, Field(ge=1, le=10**6)]
@@ -32,8 +27,6 @@ Workers = Annotated[int, Field(ge=1, le=1024)]
 Place = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 """A file, a folder, or a pattern of such names."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
-KINDS = ("tokens", "files", "ruler", "questions", "needle")
-"""Of sources."""
 _TAKEN = {"data", "tokenizer", "tensorboard"}
 _TAKEN_ENDINGS = (".pt", ".json", ".jsonl", ".html", ".lock")
 Recompute = Literal["mlp", "layer"]
@@ -104,7 +97,7 @@ class ModelSection(Section):
     def _known(cls, config: dict[str, Any]) -> dict[str, Any]:
         for key in config:
             if key not in (known := known_keys()):
-                raise ValueError(f"keys of config.json, and {key} is none; {_nearest(key, known)}")
+                raise ValueError(f"keys of config.json, and {key} is none; {nearest(key, known)}")
         return config
 
     @model_validator(mode="after")
@@ -347,97 +340,4 @@ class Recipe(Section):
 
 def read_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
     """The recipe of a file with `settings` (KEY=VALUE) over it. Raises ConfigError naming the file and the key."""
-    file = Path(path)
-    try:
-        text = read_bounded_text(file, SETTINGS, ConfigError)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        raw = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: cannot be understood: {error}") from None
-    for setting in settings:
-        _set(raw, setting)
-    try:
-        return Recipe.model_validate_json(json.dumps(raw, default=str), strict=True)
-    except RecursionError as error:
-        raise ConfigError(f"{file}: cannot be understood: {error}") from None
-    except ValidationError as error:
-        raise ConfigError(f"{file}: {_explained(error)}") from None
-
-
-def _explained(error: ValidationError) -> str:
-    """The first error as one line; unknown keys come first, as they often explain missing ones."""
-    for each in error.errors(include_url=False):
-        if each["type"] in ("extra_forbidden", "union_tag_invalid"):
-            path, value, _ = complaint(each)
-            if each["type"] == "union_tag_invalid":
-                known = KINDS
-                return str(refuse(f"{_key(path)}.kind", value.get("kind"), ", ".join(known)))
-            return f"{_key(path)}: no such key; {_nearest(path[-1], _section_at(path[:-1]).model_fields)}"
-    path, value, allowed = first_error(error)
-    if isinstance(value, dict) and error.errors()[0]["type"] == "value_error":  # keys that do not fit each other
-        return f"{_key(path) or 'the recipe'}: {allowed}"
-    return str(refuse(_key(path) or "the recipe", value, allowed))
-
-
-def _nearest(key: str, known: Collection[str]) -> str:
-    near = get_close_matches(key, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
-
-
-def _key(path: Sequence[str]) -> str:
-    """A place as it is written in TOML: without the kinds that pydantic names on its way."""
-    return ".".join(part for i, part in enumerate(path) if not (part in KINDS and i >= 3 and path[i - 2] == "data"))
-
-
-def _section_at(path: Sequence[str]) -> type[BaseModel]:
-    """The section that a place in a recipe belongs to."""
-    sections: list[type[BaseModel]] = [Recipe]
-    for part in path:
-        if part in sections[0].model_fields:
-            sections = _sections_in(sections[0].model_fields[part].annotation)
-        else:  # a number in a list, or the kind of a source
-            of_kind = [one for one in sections if part in _kinds_of(one)]
-            sections = of_kind or sections
-    return sections[0]
-
-
-def _sections_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for part in get_args(annotation) for section in _sections_in(part)]
-
-
-def _kinds_of(section: type[BaseModel]) -> tuple[Any, ...]:
-    field = section.model_fields.get("kind")
-    return get_args(field.annotation) if field is not None else ()
-
-
-def _set(raw: dict[str, Any], setting: str) -> None:
-    """One KEY=VALUE; the value is TOML, or else a text."""
-    key, equals, text = setting.partition("=")
-    if not equals or not key:
-        raise refuse("--set", setting, "KEY=VALUE, such as stage.0.steps=10")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    except (ValueError, RecursionError) as error:  # more digits or brackets than Python reads
-        raise ConfigError(f"--set {setting:.60}: cannot be understood: {error}") from None
-    *parents, last = key.split(".")
-    place: Any = raw
-    for part in parents:
-        place = _inside(place, part, setting, make=True)
-    _inside(place, last, setting, make=False)
-    place[int(last) if isinstance(place, list) else last] = value
-
-
-def _inside(place: Any, part: str, setting: str, *, make: bool) -> Any:
-    if isinstance(place, list):
-        if not part.isdecimal() or int(part) >= len(place):
-            raise refuse("--set", setting, f"a number from 0 to {len(place) - 1} in place of {part!r}")
-        return place[int(part)]
-    if not isinstance(place, dict):
-        raise refuse("--set", setting, f"a key of a table: there is nothing inside to be called {part!r}")
-    return place.setdefault(part, {}) if make else None
+    return read_toml(path, settings, Recipe)

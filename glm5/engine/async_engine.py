@@ -54,6 +54,8 @@ class Deltas:
     in which it arrives. What it accepts by returning True the coroutine does not see.
     """
 
+    __slots__ = ("_context", "_deltas", "_error", "_items", "_num_left", "_waiter", "divert", "event_loop")
+
     def __init__(self, num_answers: int) -> None:
         self.event_loop = asyncio.get_running_loop()
         self._items: deque[Item] = deque()
@@ -108,6 +110,9 @@ class Deltas:
         return delta
 
 
+_Arrived = tuple[Deltas, Request, Item]
+
+
 class _Dispatch:
     """Wakes the coroutines of one event loop: those that get their first tokens before all others.
 
@@ -119,8 +124,21 @@ class _Dispatch:
         self._event_loop = event_loop
         self._later: deque[tuple[Deltas, Item]] = deque()
         self._is_scheduled = False
+        self.arrived: list[_Arrived] = []  # from any thread, since the last `pass_on`
 
-    def add(self, arrived: Sequence[tuple[Deltas, Request, Item]]) -> None:
+    def pass_on(self, abort: Callable[[Request], None]) -> None:
+        """Pass what has arrived to the event loop. From one thread at a time. `abort` ends requests of a closed one."""
+        if not self.arrived:
+            return
+        arrived = self.arrived[:]
+        del self.arrived[: len(arrived)]
+        try:
+            self._event_loop.call_soon_threadsafe(self.add, arrived)
+        except RuntimeError:
+            for _, request, _ in arrived:
+                abort(request)
+
+    def add(self, arrived: Sequence[_Arrived]) -> None:
         for stream, _, item in arrived:
             if isinstance(item, OutputStream) and item.has_begun:
                 self._later.append((stream, item))
@@ -170,11 +188,10 @@ class AsyncEngine:
         self.llm: LLM | JoinedLLM = llm if isinstance(llm, (LLM, JoinedLLM)) else LLM(llm, *args, **kwargs)
         self._client = self.llm.hand_over()
         self._calls = Calls(self._client)
-        # What one call of the pump received; each event loop is woken once for all of it.
-        self._arrived: deque[tuple[Deltas, Request, Item]] = deque()
+        # Each event loop is woken once for all that one call of the pump received.
         self._dispatches: WeakKeyDictionary[asyncio.AbstractEventLoop, _Dispatch] = WeakKeyDictionary()
         self._lock = threading.Lock()
-        self._streams: dict[Request, Deltas] = {}
+        self._requests: set[Request] = set()
         self._is_started, self._is_closing = False, False
         self._thread = threading.Thread(target=self._run, name="glm5-engine", daemon=True)
 
@@ -292,30 +309,28 @@ class AsyncEngine:
             raise RequestError(f"params is {params!r:.60}; allowed: a SamplingParams", param="sampling_params")
         stream = Deltas(params.n)
 
-        arrived = self._arrived
+        arrived = self._dispatch().arrived
 
         def deliver(request: Request, item: Item) -> None:
             arrived.append((stream, request, item))
 
         request = self._client.submit(prompt_ids, params, checked, deliver, request_id, interval)
-        self._streams[request] = stream
+        self._requests.add(request)
         try:
             yield stream
         finally:
-            del self._streams[request]
+            self._requests.discard(request)
             self._client.abort(request)
 
     def abort(self, request_id: str) -> int:
         """End all requests of this id; their last deltas have finish_reason "abort". Returns how many requests."""
-        found = [
-            (request, stream) for request, stream in list(self._streams.items()) if request.request_id == request_id
-        ]
-        for request, stream in found:
+        found = [request for request in list(self._requests) if request.request_id == request_id]
+        for request in found:
             self._client.abort(request)
             for seq_id, answer in request.streams.items():
                 if seq_id in request.unfinished:
                     answer.abort()
-                    self._arrived.append((stream, request, answer))
+                    request.deliver(request, answer)
         if found:
             self._wake()
         return len(found)
@@ -378,19 +393,11 @@ class AsyncEngine:
     def _wake(self) -> None:
         """Pass what has arrived to the event loops. Requests of a closed event loop are aborted."""
         with self._lock:
-            self._pass_on()
+            for dispatch in list(self._dispatches.values()):
+                dispatch.pass_on(self._client.abort)
 
-    def _pass_on(self) -> None:
-        arrived: dict[asyncio.AbstractEventLoop, list[tuple[Deltas, Request, Item]]] = {}
-        while self._arrived:
-            item = self._arrived.popleft()
-            arrived.setdefault(item[0].event_loop, []).append(item)
-        for event_loop, items in arrived.items():
-            dispatch = self._dispatches.get(event_loop)
-            if dispatch is None:
-                dispatch = self._dispatches[event_loop] = _Dispatch(event_loop)
-            try:
-                event_loop.call_soon_threadsafe(dispatch.add, items)
-            except RuntimeError:
-                for _, request, _ in items:
-                    self._client.abort(request)
+    def _dispatch(self) -> _Dispatch:
+        """That of the running event loop."""
+        event_loop = asyncio.get_running_loop()
+        with self._lock:
+            return self._dispatches.setdefault(event_loop, _Dispatch(event_loop))

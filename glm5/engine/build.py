@@ -316,6 +316,7 @@ def _parts(
         max_model_len=max_model_len,
         max_depth=depth,
         vocab_size=cfg.vocab_size,
+        max_logprobs=min(config.max_logprobs, cfg.vocab_size),
         routed_experts=config.enable_return_routed_experts,
         simulated_acceptance=simulated,
         arithmetic=arithmetic if group.shard.size == 1 and layout == "auto" else None,

@@ -53,6 +53,7 @@ class Glm5(nn.Module):
         self.cfg = cfg
         self.model = Trunk(cfg)
         self.lm_head = Linear(cfg.hidden_size, cfg.vocab_size)
+        self.value_head: Linear | None = Linear(cfg.hidden_size, 1) if cfg.value_head else None
 
     @property
     def device(self) -> torch.device:
@@ -83,6 +84,15 @@ class Glm5(nn.Module):
     def head(self, hidden_TD: Tensor) -> Tensor:
         """Logits [T, W] in the model's dtype, of hidden states that `forward` or `draft` returned."""
         return self.lm_head(hidden_TD)
+
+    @torch.no_grad()
+    def add_value_head(self) -> None:
+        """Give the model a value head, of zeros, where it has none: a scalar of each position's hidden state, such as a
+        value or a reward. It is saved and loaded with the checkpoint."""
+        if self.value_head is None:
+            self.cfg = self.cfg.replace(value_head=True)
+            self.value_head = Linear(self.cfg.hidden_size, 1).to(self.model.norm.weight)
+            self.value_head.weight.zero_()
 
     def draft(
         self, next_ids_T: Tensor, hidden_TD: Tensor, view: KVView, selection: Selection | None = None

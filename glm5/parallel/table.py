@@ -46,6 +46,7 @@ TABLE: dict[str, Placement] = {
     "model.embed_tokens.weight": VOCABULARY,
     "model.norm.weight": REPLICATED,
     "lm_head.weight": VOCABULARY,
+    "value_head.weight": REPLICATED,
     "model.layers.*.input_layernorm.weight": REPLICATED,
     "model.layers.*.post_attention_layernorm.weight": REPLICATED,
     "model.layers.*.self_attn.q_a_proj.weight": REPLICATED,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from glm5.rl.environments.protocol import FailureKind, Message, Task
+from glm5.rl.environments.protocol import EXCLUDED, FailureKind, Message, Task
 from glm5.rl.segments import SegmentTree
 
 
@@ -37,8 +37,8 @@ class Rollout:
 
     @property
     def is_valid(self) -> bool:
-        """Whether it may be trained on."""
-        return self.failure is None
+        """Whether it may be trained on: it did not fail by a fault that its actions did not cause."""
+        return self.failure not in EXCLUDED
 
 
 @dataclass

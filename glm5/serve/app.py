@@ -89,6 +89,7 @@ def create_app(
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
         tokens_as_ids=config.return_tokens_as_token_ids,
         routed_experts=config.enable_return_routed_experts,
+        sampling_masks=config.return_sampling_mask,
         created=int(time.time()) if created is None else created,
         shared=shared,
         weight_names=weight_names or WeightNames(),

@@ -21,12 +21,14 @@ from glm5.common.errors import GlmError
 from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.joined import JoinedLLM
+from glm5.engine.transport.heartbeat import BEAT_SECONDS
 from glm5.engine.transport.joined import JoinedLink
 from glm5.serve.app import create_app
 from glm5.serve.coordination.messages import (
     Abort,
     Begin,
     Figures,
+    Heartbeat,
     NameWeights,
     Report,
     Serve,
@@ -60,6 +62,7 @@ class FrontEnd:
         self.server = Server(self.app, listener, self.config.client_timeout)
         self._serving = asyncio.ensure_future(self.server.serve())
         self._serving.add_done_callback(self._exit)
+        self._beating = asyncio.ensure_future(self._beat(main))
         self._link: JoinedLink | None = None
         self._engine: AsyncEngine | None = None
 
@@ -147,6 +150,11 @@ class FrontEnd:
         )
         self.service = app.state.service
         return app
+
+    async def _beat(self, main: Peer) -> None:
+        while True:
+            main.send(Heartbeat())
+            await asyncio.sleep(BEAT_SECONDS)
 
     def _exit(self, served: asyncio.Task[None]) -> None:
         """The server has ended."""

@@ -1,15 +1,43 @@
-"""A batch of packed sequences: token ids, and the loss weight of each token."""
+"""A batch of packed sequences: token ids, the loss weight of each token, and further columns for other losses."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from glm5.kernels.sampled_logprobs import Kept
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Tokens that are predicted: the positions that predict them (of hidden states), their ids, the numbers of their
+    sequences in the batch, all int64 [G]; and their entries in the batch's columns of one number a token, [G] each.
+
+    `index_G`: where they are in the columns of the whole batch, in host memory.
+    """
+
+    position_G: Tensor
+    id_G: Tensor
+    sequence_G: Tensor
+    columns: Mapping[str, Tensor]
+    kept: Kept | None
+    index_G: Tensor
+
+    def take(self, chosen_N: Tensor) -> "Targets":
+        """Those of the given numbers, int64 [N] on the device."""
+        columns = {name: column[chosen_N] for name, column in self.columns.items()}
+        kept = None if self.kept is None else self.kept.take(chosen_N)
+        indices = (self.position_G[chosen_N], self.id_G[chosen_N], self.sequence_G[chosen_N])
+        return Targets(*indices, columns, kept, self.index_G[chosen_N.to(self.index_G.device)])
 
 
 @dataclass(frozen=True)
 class Batch:
     """Token ids [T], the loss weight [T] of predicting each of them (0: context only), and the sequences' lengths.
 
+    `columns`: further values of each token by name, [T, ...] in host memory; like a weight, entry t is about the
+    prediction of token t. `kept`: the vocabulary from which each token was sampled, in host memory, if recorded.
     `on_host`: the same batch in host memory, where results that depend on values need no GPU synchronisation.
     """
 
@@ -17,14 +45,21 @@ class Batch:
     weight_T: Tensor
     lengths: list[int]
     on_host: "Batch | None" = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    kept: Kept | None = None
 
     def __post_init__(self) -> None:
         if not len(self.ids_T) == len(self.weight_T) == sum(self.lengths) or min(self.lengths, default=0) < 1:
             raise ValueError(f"a batch of {len(self.ids_T)} ids, {len(self.weight_T)} weights, {self.lengths=}")
+        sizes = {name: len(column) for name, column in self.columns.items()}
+        sizes |= {} if self.kept is None else {"kept": len(self.kept.count_T)}
+        if wrong := {name: size for name, size in sizes.items() if size != len(self.ids_T)}:
+            raise ValueError(f"a batch of {len(self.ids_T)} ids has columns of other lengths: {wrong}")
 
     def to(self, device: torch.device | str) -> "Batch":
         moved = (_moved(self.ids_T, device), _moved(self.weight_T, device))
-        return Batch(*moved, self.lengths, self if self.ids_T.is_cpu and moved[0].is_cuda else self.on_host)
+        on_host = self if self.ids_T.is_cpu and moved[0].is_cuda else self.on_host
+        return Batch(*moved, self.lengths, on_host, self.columns, self.kept)
 
     def targets(self, distance: int) -> tuple[Tensor, Tensor, Tensor]:
         """(positions p, targets, weights), each [G]: targets are the tokens p + distance of the same sequence whose
@@ -37,6 +72,27 @@ class Batch:
         chosen_T = (position_T + distance < end_T) & (self.weight_T.roll(-distance) != 0)
         position_G = position_T[chosen_T]
         return position_G, self.ids_T[position_G + distance], self.weight_T[position_G + distance]
+
+    def targets_of(self, names: Sequence[str]) -> Targets:
+        """The tokens that are not 0 in one of these columns, predicted from the token before. Columns that the batch
+        does not have are 0; the first token of a sequence is never predicted."""
+        row_T = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
+        chosen_T = torch.zeros(len(row_T), dtype=torch.bool)
+        for name in names:
+            if name in self.columns:
+                chosen_T |= self.columns[name] != 0
+        chosen_T[0] = False
+        chosen_T[1:] &= row_T[1:] == row_T[:-1]
+        index_G, device = chosen_T.nonzero()[:, 0], self.ids_T.device
+        kept = None if self.kept is None else self.kept.take(index_G)
+        return Targets(
+            _moved(index_G - 1, device),
+            self.ids_T[_moved(index_G, device)],
+            _moved(row_T[index_G], device),
+            {name: _moved(column[index_G], device) for name, column in self.columns.items() if column.dim() == 1},
+            None if kept is None else Kept(*(_moved(one, device) for one in kept)),
+            index_G,
+        )
 
     def weight_of_targets(self, distance: int) -> float:
         """The sum of the weights of `targets`."""

@@ -64,27 +64,7 @@ class Builder:
 
         Raises ConfigError for changes of the config that the checkpoint's weights depend on.
         """
-        section = self.recipe.model
-        dtype = getattr(torch, section.dtype)
-        if section.checkpoint is None:
-            model = Glm5(self.cfg)
-            init_weights(model, self.recipe.seed)
-            _rescale(model.named_parameters(), section, self.cfg)
-        elif has_no_indexers(checkpoint := resolve(section.checkpoint)):
-            model = load_dense(checkpoint, self.cfg, dtype, self.recipe.seed)
-            _rescale(indexers(model), section, self.cfg)
-            model.requires_grad_()
-        else:
-            model = load(checkpoint, dtype=dtype, changes=self.changes())
-            model.requires_grad_()
-        return model.to(device=device, dtype=dtype).train()
-
-    def changes(self) -> dict[str, Any]:
-        """Keys of a checkpoint's config that the recipe overrides. ConfigError for one that weights depend on."""
-        for name, value in self.recipe.model.config.items():
-            if name not in ("rope_theta", "max_position_embeddings", "index_topk"):
-                raise refuse(f"model.config.{name}", value, "of a checkpoint, only what leaves its weights as they are")
-        return self.recipe.model.config
+        return build_model(self.recipe.model, self.cfg, self.recipe.seed, device)
 
     def rows(self, stage: StageConfig) -> MixedRows:
         """The stage's mixture of data. Token files are opened and checked, and created if they do not exist."""
@@ -189,10 +169,40 @@ class Builder:
 
     def _config(self) -> ModelConfig:
         section = self.recipe.model
-        cfg = model_config(section)
-        if self.tokenizer is None or section.checkpoint is not None:
-            return cfg
-        return cfg.replace(eos_token_id=list(self.tokenizer.eos_ids), pad_token_id=self.tokenizer.pad_id)
+        return with_tokenizer(model_config(section), section, self.tokenizer)
+
+
+def build_model(section: ModelSection, cfg: ModelConfig, seed: int, device: torch.device) -> Glm5:
+    """The initial model of a recipe, in train mode: random, or from a checkpoint. A dense-MLA checkpoint gets random
+    indexers. Raises ConfigError for changes of the config that the checkpoint's weights depend on."""
+    dtype = getattr(torch, section.dtype)
+    if section.checkpoint is None:
+        model = Glm5(cfg)
+        init_weights(model, seed)
+        _rescale(model.named_parameters(), section, cfg)
+    elif has_no_indexers(checkpoint := resolve(section.checkpoint)):
+        model = load_dense(checkpoint, cfg, dtype, seed)
+        _rescale(indexers(model), section, cfg)
+        model.requires_grad_()
+    else:
+        model = load(checkpoint, dtype=dtype, changes=checked_changes(section))
+        model.requires_grad_()
+    return model.to(device=device, dtype=dtype).train()
+
+
+def checked_changes(section: ModelSection) -> dict[str, Any]:
+    """Keys of a checkpoint's config that a recipe overrides. ConfigError for one that weights depend on."""
+    for name, value in section.config.items():
+        if name not in ("rope_theta", "max_position_embeddings", "index_topk"):
+            raise refuse(f"model.config.{name}", value, "of a checkpoint, only what leaves its weights as they are")
+    return section.config
+
+
+def with_tokenizer(cfg: ModelConfig, section: ModelSection, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The config with the end and padding tokens of a new model's tokenizer; a checkpoint has its own."""
+    if tokenizer is None or section.checkpoint is not None:
+        return cfg
+    return cfg.replace(eos_token_id=list(tokenizer.eos_ids), pad_token_id=tokenizer.pad_id)
 
 
 def model_config(section: ModelSection) -> ModelConfig:

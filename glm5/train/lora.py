@@ -29,7 +29,7 @@ from glm5.model.experts import BlockScaledExperts, QuantizedExperts
 from glm5.model.glm5 import Glm5
 from glm5.model.linear import BlockScaledLinear, Linear, QuantizedLinear
 from glm5.train.activation_memory import recompute
-from glm5.train.build import Builder
+from glm5.train.build import Builder, checked_changes
 from glm5.train.optim.build import Optimizers
 from glm5.train.sharded_state import full_state
 from glm5.train.stage_trainer import StageTrainer, device_of
@@ -98,7 +98,7 @@ class LoraTrainer(StageTrainer):
         self.recipe, self.builder, self._saved = recipe, builder, saved
         self.device, self.masters = device_of(recipe.device), None
         base = resolve(recipe.model.checkpoint)
-        self.model = load(base, dtype="auto", device=self.device, changes=builder.changes()).train()
+        self.model = load(base, dtype="auto", device=self.device, changes=checked_changes(builder.recipe.model)).train()
         self.adapted = adapt(self.model, recipe.lora, recipe.seed)
         if saved is not None:
             self.model.load_state_dict(saved["model"], strict=False)

@@ -71,7 +71,7 @@ class Store:
                 raise ValueError(f"it is in stage {position.stage}, and there are {len(recipe['stage'])}")
         except DAMAGED as error:
             raise damaged(self.file, error) from None
-        if difference := _first_difference(recipe, self._recipe):
+        if difference := first_difference(recipe, self._recipe):
             raise TrainingError(
                 f"{self.out} holds a run of another recipe: {difference}; go on with the old one, choose another out "
                 "(model.checkpoint = a checkpoint of this run starts from it), or throw it away with --restart"
@@ -194,14 +194,14 @@ def _drop_parts(out: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _first_difference(old: Any, new: Any, path: str = "") -> str:
+def first_difference(old: Any, new: Any, path: str = "") -> str:
     """The first difference of two recipes, with both values; empty if they are equal."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(new.keys() - old.keys())]:
-            if found := _first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else key):
+            if found := first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else key):
                 return found
         return ""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = enumerate(zip(old, new, strict=True))
-        return next((found for i, (a, b) in pairs if (found := _first_difference(a, b, f"{path}.{i}"))), "")
+        return next((found for i, (a, b) in pairs if (found := first_difference(a, b, f"{path}.{i}"))), "")
     return "" if old == new else f"{path} was {old!r:.60} and is {new!r:.60}"

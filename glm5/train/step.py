@@ -1,31 +1,37 @@
 """One training step: losses of packed batches, gradients summed over them and clipped, and the optimizer update.
 
-    loss   =  sum_t w_t CE(t) / sum_t w_t  +  mtp_weight mean_k CE_k  +  index_weight KL  +  balance_weight L / T
+    loss   =  objective  +  index_weight KL  +  balance_weight L / T
+    objective by default:  sum_t w_t CE(t) / sum_t w_t  +  mtp_weight mean_k CE_k
 
 All sums run over all batches of the step, so the result does not depend on how the step is cut into batches. CE_k
 predicts token p + k + 1 from position p by applying the MTP layer k times with shared weights (DeepSeek-V3 report, 2.2;
-GLM-5 report, shared parameters). KL is the indexers' loss (model/index_loss.py), of the MTP layer's indexer too.
+GLM-5 report, shared parameters). KL is the indexers' loss (model/index_loss.py), of the MTP layer's indexer too. Other
+objectives come from outside (objective.py).
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from glm5.common.errors import TrainingError
 from glm5.config.step import LossConfig, WindowConfig
-from glm5.kernels.token_logprobs import token_logprobs
 from glm5.model.glm5 import Glm5
 from glm5.model.packed import PackedView, Stage
 from glm5.train.balance import Balance
 from glm5.train.batch import Batch
 from glm5.train.device_timer import DeviceTimer
 from glm5.train.master_weights import MasterWeights
+from glm5.train.objective import Losses, NextToken, Objective, Pass
 from glm5.train.optim.build import Optimizers
 from glm5.train.sliding_window import WindowView
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -49,22 +55,30 @@ class Step:
     """Trains `model` with `optimizers`. Also updates the routers' selection biases, unless `balance_step` is 0."""
 
     def __init__(
-        self, model: Glm5, optimizers: Optimizers, cfg: LossConfig, phase: Phase, masters: MasterWeights | None = None
+        self,
+        model: Glm5,
+        optimizers: Optimizers,
+        cfg: LossConfig,
+        phase: Phase,
+        masters: MasterWeights | None = None,
+        objective: Objective | None = None,
     ):
-        """`masters`: the master weights that `optimizers` update, None if they update the model's parameters."""
+        """`masters`: the master weights that `optimizers` update, None if they update the model's parameters.
+        `objective`: what is minimised over tokens, by default cross-entropy with MTP as `cfg` says."""
         self.model, self.optimizers, self.cfg, self.phase = model, optimizers, cfg, phase
         self.balance, self.masters = Balance(model), masters
         self.optimizer_time = DeviceTimer(model.device)
         """Time of the optimizers' update in the last step, without clipping."""
         self.optimizer_seconds = 0.0
         """`optimizer_time` of the step before the last, which needs no synchronisation."""
-        self.mtp_depth = cfg.mtp_depth if model.cfg.num_nextn_predict_layers else 0
+        has_mtp = bool(model.cfg.num_nextn_predict_layers)
+        self.objective = NextToken(cfg, has_mtp=has_mtp) if objective is None else objective
 
     def run(self, batches: Sequence[Batch], lr: float) -> dict[str, float]:
         """Train on `batches`; returns mean losses by name, and gradient norms before clipping.
 
         "loss" is the cross-entropy of the next token. Raises TrainingError, before anything is updated, when a loss or
-        a norm is not finite, or when no token has a loss weight.
+        a norm is not finite, or when the objective finds nothing to learn from.
         """
         totals = self._totals(batches)
         self.optimizers.zero_grad()
@@ -88,6 +102,10 @@ class Step:
         self.balance.update(self.cfg.balance_step)
         return metrics
 
+    def on_hidden_states(self, batch: Batch, view: PackedView, work: Callable[[Tensor], Result]) -> Result | None:
+        """What `work` returns for the hidden states [T, D] of a forward pass; None on ranks that do not have them."""
+        return work(self.model(batch.ids_T, view))
+
     def _advice(self) -> str:
         """What to do about values that are not finite."""
         if (name := self._not_finite()) is None:
@@ -101,24 +119,18 @@ class Step:
         """The name of the first parameter with NaN or infinity."""
         return first_not_finite(self.model.named_parameters())
 
-    def _totals(self, batches: Sequence[Batch]) -> dict[int, float]:
-        """Sums of the loss weights of targets over the step, by distance; at distance 0 the number of tokens."""
-        totals = {0: float(sum(len(batch.ids_T) for batch in batches))}
-        for distance in range(1, self.mtp_depth + 2):
-            totals[distance] = sum(batch.weight_of_targets(distance) for batch in batches)
-        totals = self._sum_over_ranks(totals)
-        if not totals[1]:
-            raise TrainingError(
-                f"nothing to learn from in {len(batches)} batches: no token has a weight and another before it; "
-                "look at the loss masks of the data"
-            )
+    def _totals(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """The objective's denominators and the number of "tokens", summed over the step."""
+        tokens = float(sum(len(batch.ids_T) for batch in batches))
+        totals = self._sum_over_ranks({"tokens": tokens, **self.objective.totals(batches)})
+        self.objective.check(totals, len(batches))
         return totals
 
-    def _sum_over_ranks(self, totals: dict[int, float]) -> dict[int, float]:
+    def _sum_over_ranks(self, totals: dict[str, float]) -> dict[str, float]:
         """The totals over all ranks; in this class there is one."""
         return totals
 
-    def _gradients(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
+    def _gradients(self, batches: Sequence[Batch], totals: Mapping[str, float]) -> dict[str, Tensor]:
         """Mean losses of the step by name; their gradients are added to the parameters'."""
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for batch in batches:
@@ -126,7 +138,7 @@ class Step:
                 parts[name].append(loss)
         return {name: torch.stack(losses).sum() for name, losses in parts.items()}
 
-    def _backward(self, batch: Batch, totals: Mapping[int, float]) -> dict[str, Tensor]:
+    def _backward(self, batch: Batch, totals: Mapping[str, float]) -> dict[str, Tensor]:
         view = self._view(batch)
         with_loss = self.cfg.balance_weight > 0
         with self.balance.record(view.row_T, with_loss=with_loss, num_rows=view.num_rows):
@@ -139,79 +151,44 @@ class Step:
         return self.phase.view(batch, learning=True)
 
     def _pass(
-        self, batch: Batch, view: PackedView, totals: Mapping[int, float]
+        self, batch: Batch, view: PackedView, totals: Mapping[str, float]
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         """(weighted sum of the losses with gradients, or None; each loss by name)."""
         return self._weighted(dict(self._losses(batch, view, totals)))
 
     def _weighted(self, losses: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
-        trained = [loss * self._weight(name) for name, loss in losses.items() if loss.requires_grad]
+        factors = self.factors
+        if unknown := sorted(losses.keys() - factors):
+            raise TrainingError(f"loss {unknown[0]!r} is none of this step's; allowed: {', '.join(factors)}")
+        trained = [loss * factors[name] for name, loss in losses.items() if loss.requires_grad]
         return torch.stack(trained).sum() if trained else None, {name: loss.detach() for name, loss in losses.items()}
 
-    def _losses(self, batch: Batch, view: PackedView, totals: Mapping[int, float]) -> Iterator[tuple[str, Tensor]]:
+    @property
+    def factors(self) -> dict[str, float]:
+        """Of each loss that the step may have, in an order that is the same on all ranks."""
+        layers = {"index": self.cfg.index_weight, "balance": self.cfg.balance_weight}
+        return {**layers, **self.objective.factors, **{f"mtp {name}": factor for name, factor in layers.items()}}
+
+    def _losses(self, batch: Batch, view: PackedView, totals: Mapping[str, float]) -> Losses:
         """This batch's contributions to the mean losses of the step, not weighted."""
         hidden_TD = self.model(batch.ids_T, view)
-        yield from self._layer_losses(batch, view, totals)
+        yield from self._layer_losses(batch, totals, view)
         yield from self._token_losses(batch, hidden_TD, totals)
 
     def _layer_losses(
-        self, batch: Batch, view: PackedView, totals: Mapping[int, float]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Losses of the indexers and routers that have run."""
+        self, batch: Batch, totals: Mapping[str, float], view: PackedView, name: str = "", num_runs: int = 1
+    ) -> Losses:
+        """Losses of the indexers and routers that have run since the last call, `num_runs` times each."""
         if self.phase.learn_index:
-            yield "index", view.index_loss() * (len(batch.ids_T) / totals[0])
-        yield from self._balance_losses("balance", 1 / totals[0])
-
-    def _token_losses(
-        self, batch: Batch, hidden_TD: Tensor, totals: Mapping[int, float]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Next-token loss of the model's hidden states, and the losses of MTP with its indexer and router."""
-        share = len(batch.ids_T) / totals[0]
-        yield "loss", self._cross_entropy(hidden_TD, batch, 1) / totals[1]
-        if not self.mtp_depth:
-            return
-        view = self._view(batch)
-        depths = [
-            self._cross_entropy(drafted_TD, batch, depth + 1) / max(totals[depth + 1], 1e-20)
-            for depth, drafted_TD in enumerate(drafts(self.model, batch, hidden_TD, view, self.mtp_depth), 1)
-        ]
-        yield "mtp", torch.stack(depths).mean()
-        yield from ((f"mtp {depth}", loss.detach()) for depth, loss in enumerate(depths, 1))
-        if self.phase.learn_index:
-            yield "mtp index", view.index_loss() * share
-        # One layer that ran several times counts once.
-        yield from self._balance_losses("mtp balance", 1 / (totals[0] * self.mtp_depth))
-
-    def _balance_losses(self, name: str, factor: float) -> Iterator[tuple[str, Tensor]]:
+            yield f"{name}index", view.index_loss() * (len(batch.ids_T) / totals["tokens"])
         if losses := self.balance.losses():
-            yield name, torch.stack(losses).sum() * factor
+            yield f"{name}balance", torch.stack(losses).sum() * (1 / (totals["tokens"] * num_runs))
 
-    def _weight(self, name: str) -> float:
-        return {
-            "loss": 1.0,
-            "mtp": self.cfg.mtp_weight,
-            "index": self.cfg.index_weight,
-            "balance": self.cfg.balance_weight,
-        }[name.removeprefix("mtp ")]
-
-    def _cross_entropy(self, hidden_TD: Tensor, batch: Batch, distance: int) -> Tensor:
-        """Weighted sum over targets."""
-        position_G, target_G, weight_G = batch.targets(distance)
-        logprob_G = token_logprobs(hidden_TD[position_G], self.model.lm_head.weight, target_G, chunk=self.cfg.chunk)
-        return -(logprob_G * weight_G).sum()
-
-
-def drafts(model: Glm5, batch: Batch, hidden_TD: Tensor, view: PackedView, depth: int) -> Iterator[Tensor]:
-    """Hidden states [T, D] of the MTP layer applied 1 .. `depth` times: the k-th at position p depends on the tokens up
-    to p + k. The last k positions of a sequence are meaningless.
-
-    Where iterations share an index selection, that of the first is used, and its indexer is trained by all.
-    """
-    selection = None
-    for distance in range(1, depth + 1):
-        hidden_TD, used = model.draft(batch.ids_after(distance), hidden_TD, view, selection)
-        selection = used if model.cfg.index_share_for_mtp_iteration else None
-        yield hidden_TD
+    def _token_losses(self, batch: Batch, hidden_TD: Tensor, totals: Mapping[str, float]) -> Losses:
+        """The objective's, with those of the MTP layer's indexer and router."""
+        layer_losses = partial(self._layer_losses, batch, totals)
+        of = Pass(self.model, batch, hidden_TD, totals, lambda: self._view(batch), layer_losses, self.balance.total)
+        yield from self.objective.losses(of)
 
 
 @torch.no_grad()

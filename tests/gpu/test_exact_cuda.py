@@ -55,7 +55,7 @@ def rollouts(model, *, deterministic: bool, ways=SAMPLED, seed=0) -> tuple[Drawn
         for number, output in enumerate(llm.generate(prompts, params, use_tqdm=False, routed_experts=True)):
             answer = output.outputs[0]
             tokens = answer.token_ids, answer.tempered_logprobs, answer.weight_versions
-            drawn.add(number, *tokens, params[number], answer.kept_tokens)
+            drawn.add(number, *tokens, params[number])
             experts.append(answer.routed_experts)
     return drawn, torch.from_numpy(np.concatenate(experts)).cuda(), arithmetic
 

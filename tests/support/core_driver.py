@@ -88,6 +88,7 @@ class CoreDriver:
             self.config.max_model_len,
             self.config.max_depth,
             self.vocab_size,
+            max_logprobs=20,
             routed_experts=True,
             table=[],
         )

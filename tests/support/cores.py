@@ -21,6 +21,7 @@ INFO = EngineInfo(
     max_model_len=1024,
     max_depth=3,
     vocab_size=320,
+    max_logprobs=20,
     routed_experts=True,
     table=[("cache", "16 pages")],
 )

@@ -31,7 +31,7 @@ class ScriptedEngine:
     defaults = NO_DEFAULTS
     cfg = preset("tiny")
     table = (("dtype", "float32"),)
-    info = EngineInfo(64, 200, 8, 2048, 512, 0, 256, routed_experts=False, table=[])
+    info = EngineInfo(64, 200, 8, 2048, 512, 0, 256, max_logprobs=20, routed_experts=False, table=[])
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer

@@ -4,13 +4,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from glm5.engine.llm import LLM
-from glm5.engine.sampling.params import SamplingParams
+from glm5.engine.sampling.draw import Vocabulary
+from glm5.engine.sampling.draw import kept as cut
+from glm5.engine.sampling.params import Feature, SamplingParams
 from glm5.kernels.sampled_logprobs import Kept
 from glm5.model.glm5 import Glm5
 from glm5.model.packed import PackedView
@@ -25,7 +25,7 @@ SAMPLED = (
     {"temperature": 1.0, "min_p": 0.02},
 )
 
-REPORTED = {"ignore_eos": True, "logprobs": 0, "kept_tokens": True}
+REPORTED = {"ignore_eos": True, "logprobs": 0}
 
 
 @dataclass
@@ -37,7 +37,6 @@ class Drawn:
     params: list[SamplingParams] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept_ids: list[NDArray[np.int32]] = field(default_factory=list)  # empty: everything
 
     def add(
         self,
@@ -46,7 +45,6 @@ class Drawn:
         logprobs: Sequence[float],
         versions: Sequence[int],
         params: SamplingParams,
-        kept: Sequence[NDArray[np.int32]] | None = None,
     ) -> None:
         """What an engine drew at the end of the sequence of that number."""
         start = len(self.sequences[number])
@@ -55,7 +53,6 @@ class Drawn:
         self.params += [params] * len(token_ids)
         self.logprobs += logprobs
         self.versions += versions
-        self.kept_ids += [np.zeros(0, dtype=np.int32)] * len(token_ids) if kept is None else kept
 
     @property
     def lengths(self) -> list[int]:
@@ -93,14 +90,25 @@ class Drawn:
         device = exact.model.device
         temperature_G = self.temperatures if temperature_G is None else temperature_G
         given = exact.model.lm_head.weight, self.targets.to(device), temperature_G.to(device)
-        return exact.logprobs(hidden_GD, *given, self.kept(device))[0].cpu()
+        return exact.logprobs(hidden_GD, *given, self.kept(exact, hidden_GD.detach()))[0].cpu()
 
-    def kept(self, device: torch.device) -> Kept | None:
-        """What the engine reported."""
-        if not any(len(ids) for ids in self.kept_ids):
+    def kept(self, exact: ExactPass, hidden_GD: Tensor) -> Kept | None:
+        """What top_k, top_p and min_p leave, by the engine's own function."""
+        if all(one.top_k < 1 and one.top_p == 1 and one.min_p == 0 for one in self.params):
             return None
-        ids_N = torch.from_numpy(np.concatenate(self.kept_ids)).long()
-        return Kept(ids_N.to(device), torch.tensor([len(ids) for ids in self.kept_ids], device=device))
+        with torch.no_grad():
+            logits_GW = exact.engine.head(hidden_GD).float()
+        numbers = {
+            "temperature": self.temperatures,
+            "top_k": torch.tensor([max(0, one.top_k) for one in self.params]),
+            "top_p": torch.tensor([one.top_p for one in self.params]),
+            "min_p": torch.tensor([one.min_p for one in self.params]).log(),
+        }
+        vocabulary, device = Vocabulary(0, logits_GW.shape[1]), logits_GW.device
+        features = Feature.MIN_P | Feature.HEAD
+        z_GW = cut(logits_GW, vocabulary.best(logits_GW), lambda name: numbers[name].to(device), features, vocabulary)
+        is_kept_GW = z_GW > -torch.inf
+        return Kept(is_kept_GW.nonzero()[:, 1], is_kept_GW.sum(dim=-1))
 
 
 def answers(llm: LLM, rng: random.Random, *, turns: int = 2, max_tokens: int = 8, longest: int = 70) -> Drawn:
@@ -116,7 +124,7 @@ def answers(llm: LLM, rng: random.Random, *, turns: int = 2, max_tokens: int = 8
             answer = output.outputs[0]
             drawn.sequences[number] = list(output.prompt_token_ids)
             tokens = answer.token_ids, answer.tempered_logprobs, answer.weight_versions
-            drawn.add(number, *tokens, how, answer.kept_tokens)
+            drawn.add(number, *tokens, how)
         for sequence in drawn.sequences:
             sequence += [rng.randrange(vocab_size) for _ in range(3)]
     return drawn

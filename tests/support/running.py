@@ -28,6 +28,7 @@ class Run:
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    masks: dict[int, list[set[int]]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     routed: dict[int, list[RoutedExperts]] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
@@ -85,7 +86,8 @@ class Bench:
         routed: bool = False,
         messages: Sequence[Message] = (),
     ) -> Run:
-        """Answer all prompts, n = 1 or more each; ids count up in order, from 0 in the result."""
+        """Answer all prompts, n = 1 or more each; ids count up in order, from 0 in the result. Those drawn with a top_k
+        have sampling masks."""
         out, specs, first = Run(), dict[int, SeqSpec](), self._num_seqs
         submits: list[Message] = []
         for number, prompt in enumerate(prompts):
@@ -94,7 +96,8 @@ class Bench:
             self._num_seqs += given.n
             for seq_id, own in zip(ids, given.sequences(), strict=True):
                 seed = own.seed if own.seed is not None else 1000 + seq_id - first
-                specs[seq_id] = SeqSpec(own, seed, len(prompt), tuple(own.stop_token_ids), routed=routed)
+                reports = {"routed": routed, "sampling_mask": own.top_k > 0 and not own.greedy}
+                specs[seq_id] = SeqSpec(own, seed, len(prompt), tuple(own.stop_token_ids), **reports)
                 out.tokens[seq_id - first] = []
             whole = given.prompt_logprobs is not None or routed
             stops = frozenset(given.stop_token_ids)
@@ -127,6 +130,8 @@ class Bench:
             out.tokens[gained.seq_id - first] += gained.token_ids
             entries = result.logprobs.get(gained.seq_id, [])[: len(gained.token_ids)]
             out.logprobs.setdefault(gained.seq_id - first, []).extend(entries)
+            masks = result.masks.get(gained.seq_id, [])[: len(gained.token_ids)]
+            out.masks.setdefault(gained.seq_id - first, []).extend([{*np.frombuffer(ids, "<i4")} for ids in masks])
         for seq_id, routed in result.routed.items():
             out.routed.setdefault(seq_id - first, []).append(routed)
 

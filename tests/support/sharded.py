@@ -22,6 +22,7 @@ from glm5.parallel.rendezvous import Rendezvous, store_at
 from glm5.train.batch import Batch
 from glm5.train.lora import adapt
 from glm5.train.master_weights import MasterWeights
+from glm5.train.objective import Objective
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import build, fill, outline, put_rows, take_rows
 from glm5.train.parallel.context import BatchShard
@@ -72,6 +73,10 @@ class Job:
     trains: Callable[[str], bool] = bool
     lora: LoraConfig | None = None
     config: tuple[tuple[str, Any], ...] = ()
+    objective: Objective | None = None
+    """Other than the next token's."""
+    rows: "Callable[[Job, int], list[Batch]]" = field(default_factory=lambda: random_rows)
+    """The rows of a step of a number, in host memory."""
     merged: bool = False
     """All rows of a rank in one pass: each needs as many passes as the others, not as many rows."""
     skewed: bool = False
@@ -114,12 +119,16 @@ class Done:
 
 
 def rows_of_step(job: Job, step: int, device: torch.device) -> list[Batch]:
+    return [batch.to(device) for batch in job.rows(job, step)]
+
+
+def random_rows(job: Job, step: int) -> list[Batch]:
     gen = torch.Generator().manual_seed(100 + step)
     batches: list[Batch] = []
     for lengths in ROWS:
         ids = torch.randint(2, job.cfg.vocab_size, (sum(lengths),), generator=gen)
         weights = torch.randint(0, 3, (sum(lengths),), generator=gen).to(job.dtype) / 2
-        batches.append(Batch(ids, weights, lengths).to(device))
+        batches.append(Batch(ids, weights, lengths))
     return batches
 
 
@@ -139,7 +148,7 @@ def alone(job: Job) -> Done:
     masters = None if job.compute is None else MasterWeights(model, job.compute)
     named = dict(model.named_parameters()) if masters is None else masters.trained()
     optimizers = Kept(named, model.cfg, job.optimizer)
-    step = Step(model, optimizers, job.losses, job.phase, masters)
+    step = Step(model, optimizers, job.losses, job.phase, masters, job.objective)
     recorder = Recorder(step) if job.records else None
     metrics: list[dict[str, float]] = []
     for number in range(job.steps):
@@ -213,10 +222,10 @@ def _rank(rank: int, port: int, job: Job) -> Done:
     fill(part, rank, lambda name, spans: take_rows(whole[name], spans), whole.__getitem__)
     optimizers = Kept(part.local, job.cfg, job.optimizer, shards_of(part.layout, team))
     if mesh.pipeline == 1:
-        step = DistributedStep(part.roots[0], team, optimizers, job.losses, job.phase)
+        step = DistributedStep(part.roots[0], team, optimizers, job.losses, job.phase, job.objective)
     else:
         most = max(len(batch.ids_T) for number in range(job.steps) for batch in _mine(job, team, number))
-        step = PipelineStep(part, team, optimizers, job.losses, job.phase, tokens=most)
+        step = PipelineStep(part, team, optimizers, job.losses, job.phase, job.objective, tokens=most)
     replayer = None if job.replays is None else Replayer(step, job.replays)
     metrics: list[dict[str, float]] = []
     for number in range(job.steps):

@@ -5,8 +5,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -26,7 +27,6 @@ _WARM_UP = 8  # tokens of the answers before those that count
 def measure(settings: BenchFrontendConfig, server: Path, environment: Mapping[str, str]) -> dict[str, Any]:
     """The results, as for --json. `server`: the program of its process, which runs in this environment. Raises GlmError
     if it does not start, or a request fails."""
-    clients = settings.max_concurrency
     with tempfile.TemporaryDirectory() as folder:
         model = write_weightless(preset("tiny"), Path(folder) / "tiny", fp8=False)
         with atomic_write(model / STEP_RATE) as file:
@@ -34,16 +34,22 @@ def measure(settings: BenchFrontendConfig, server: Path, environment: Mapping[st
         # -P: the program's own folder is not searched for modules, since names in it are those of the standard library.
         with _running([sys.executable, "-P", str(server), _flags(settings, model)], environment) as process:
             url = urlsplit(_line(process.stdout))
-            host, port = url.hostname or "", url.port or 0
+            return drive(settings, url.hostname or "", url.port or 0, partial(_processor_time, process))
 
-            def ask(count: int, max_tokens: int) -> tuple[Found, float]:
-                requests = [_request(settings, number, max_tokens) for number in range(count)]
-                before = _processor_time(process)
-                found = run(host, port, requests, clients)
-                return found, _processor_time(process) - before
 
-            ask(clients, _WARM_UP)
-            found, cpu_s = ask(settings.num_prompts or 2 * clients, settings.random_output_len)
+def drive(settings: BenchFrontendConfig, host: str, port: int, processor_time: Callable[[], float]) -> dict[str, Any]:
+    """The results of a server that runs. `processor_time`: seconds that it has used. Raises GlmError if a request
+    fails."""
+    clients = settings.max_concurrency
+
+    def ask(count: int, max_tokens: int) -> tuple[Found, float]:
+        requests = [_request(settings, number, max_tokens) for number in range(count)]
+        before = processor_time()
+        found = run(host, port, requests, clients)
+        return found, processor_time() - before
+
+    ask(clients, _WARM_UP)
+    found, cpu_s = ask(settings.num_prompts or 2 * clients, settings.random_output_len)
     return _result(settings, found, cpu_s)
 
 

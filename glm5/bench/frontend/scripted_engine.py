@@ -93,6 +93,7 @@ def build(start: wire.Start, on_progress: Any) -> ScriptedEngine:
         max_model_len=start.config["max_model_len"],
         max_depth=0,
         vocab_size=320,
+        max_logprobs=20,
         routed_experts=False,
         table=[("engine", "scripted")],
     )

@@ -96,8 +96,7 @@ class EngineCore:
         self.tiering = Tiering(copies, config.page_size) if copies is not None else None
         self.intake = Intake(
             config,
-            vocab_size=info.vocab_size,
-            records_routing=info.routed_experts,
+            info=info,
             compiler=compiler,
             tiering=self.tiering,
         )

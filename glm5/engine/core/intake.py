@@ -17,7 +17,7 @@ from glm5.engine.sampling.grammar import Matcher
 from glm5.engine.sampling.params import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_STOP_IDS
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.scheduler.messages import Submit, TierChange
-from glm5.engine.transport.wire import AddRequest
+from glm5.engine.transport.wire import AddRequest, EngineInfo
 
 
 @dataclass
@@ -57,12 +57,11 @@ class Intake:
         self,
         config: SchedulerConfig,
         *,
-        vocab_size: int,
-        records_routing: bool,
+        info: EngineInfo,
         compiler: Compiler | None,
         tiering: Tiering | None,
     ):
-        self.config, self.vocab_size, self.records_routing = config, vocab_size, records_routing
+        self.config, self.info, self.vocab_size = config, info, info.vocab_size
         self.compiler, self.tiering = compiler, tiering
         self._waiting: list[_Waiting] = []
 
@@ -143,7 +142,8 @@ class Intake:
             raise RequestError(
                 f"{len(request.seq_ids)} answers, {len(request.seeds)} seeds, n={request.params.n} in each", param="n"
             )
-        if request.routed_experts and not self.records_routing:
+        request.params.check_reports(self.info.max_logprobs, sampling_mask=request.sampling_mask)
+        if request.routed_experts and not self.info.routed_experts:
             raise RequestError(
                 "routed experts are not recorded; start the engine with enable_return_routed_experts",
                 param="routed_experts",
@@ -189,6 +189,7 @@ def _reply(request: AddRequest, number: int, report: PromptReport | None, compil
         stop_ids=request.stop_ids,
         bad_words=request.bad_words,
         routed=request.routed_experts,
+        sampling_mask=request.sampling_mask,
     )
     matcher = None
     if request.params.constrained:

@@ -99,13 +99,16 @@ class Reply:
             self.is_begun, update.num_cached, update.began = True, self.num_cached, self.began
         if self.spec.params.logprobs is not None:
             update.logprobs = result.logprobs[self.seq_id][: len(token_ids)]
+        if self.spec.sampling_mask:
+            update.sampling_mask = result.masks[self.seq_id][: len(token_ids)]
         if self.report is not None:
             update.prompt_logprobs, update.routed = self.report.take()
             if self.spec.routed:
                 own = self._own_experts(result.routed.get(self.seq_id))
                 update.routed = update.routed.then(own) if update.routed and own else update.routed or own
         is_told = self.report is None or (self.report.is_taken and not self.spec.routed)
-        self.is_plain = is_told and self.matcher is None and self.spec.params.logprobs is None
+        is_bare = self.matcher is None and self.spec.params.logprobs is None and not self.spec.sampling_mask
+        self.is_plain = is_told and is_bare
         return update
 
     def _own_experts(self, routed: RoutedExperts | None) -> RoutedExperts | None:

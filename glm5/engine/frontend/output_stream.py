@@ -35,6 +35,7 @@ class _Gain:
     num_cached: int | None = None
     began: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    sampling_mask: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
     routed: RoutedExperts | None = None
 
@@ -43,6 +44,7 @@ class _Gain:
         self.token_ids += update.token_ids
         self.finish_reason = update.finish_reason
         self.logprobs += update.logprobs or ()
+        self.sampling_mask += update.sampling_mask or ()
         self.num_cached = update.num_cached if self.num_cached is None else self.num_cached
         self.began = update.began if self.began is None else self.began
         self.prompt_logprobs = update.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs
@@ -139,8 +141,9 @@ class OutputStream:
             pieces += text.feed(token_id, check_stop=self._num_searched > self._params.min_tokens)
             if text.stopped_by is not None:
                 self.found_stop = update.finish_reason is None
-                logprobs = None if update.logprobs is None else update.logprobs[:count]
-                return replace(update, token_ids=token_ids[:count], finish_reason="stop", logprobs=logprobs), pieces
+                logprobs, masks = (each and each[:count] for each in (update.logprobs, update.sampling_mask))
+                head = {"token_ids": token_ids[:count], "logprobs": logprobs, "sampling_mask": masks}
+                return replace(update, finish_reason="stop", **head), pieces
         if update.finish_reason is not None:
             pieces += self._last_pieces(token_ids if ends_text else ())
         return update, pieces
@@ -183,10 +186,10 @@ class OutputStream:
             index=self.index,
             version=self._read_version,
             tempered_logprobs=tuple([entry.tempered for entry in entries]) if entries else (),
-            kept_tokens=tuple([entry.kept for entry in entries]) if entries else (),
             num_cached_tokens=gain.num_cached,
             prompt_logprobs=None if gain.prompt_logprobs is None else tuple(map(self._entry, gain.prompt_logprobs)),
             routed_experts=gain.routed,
+            sampling_mask=tuple(gain.sampling_mask),
             arrived=self.arrived,
             queued_s=None if gain.began is None else max(0.0, gain.began - self._sent),
             arrivals=arrivals,

@@ -45,9 +45,9 @@ class Delta(msgspec.Struct, frozen=True):
     in pieces. `stop_reason` is the stop string or stop token id that ended it, None for end of text. `index`: which of
     the request's n answers. `version`: of the weights that computed the tokens.
 
-    If requested: `logprobs` of each token, and `tempered_logprobs`, under the sampling distribution; `kept_tokens`, as
-    `kept` in `wire.TokenLogprobs`; `prompt_logprobs`, on one delta of the request, of the prompt's tokens but the
-    first; `routed_experts`, as in `wire.Update`.
+    If requested: `logprobs` of each token, and `tempered_logprobs`, under the sampling distribution; `prompt_logprobs`,
+    on one delta of the request, of the prompt's tokens but the first; `routed_experts` and `sampling_mask`, as in
+    `wire.Update`.
 
     Tokens of several steps are in one delta if they were not read in between. `arrived`: time of arrival, by the
     monotonic clock; `arrivals`: of the tokens of each step. `queued_s`, on an answer's first delta: its wait for a
@@ -62,10 +62,10 @@ class Delta(msgspec.Struct, frozen=True):
     index: int = 0
     version: int = 0
     tempered_logprobs: tuple[float, ...] = ()
-    kept_tokens: tuple[bytes, ...] = ()
     num_cached_tokens: int | None = None
     prompt_logprobs: tuple[dict[int, Logprob], ...] | None = None
     routed_experts: RoutedExperts | None = None
+    sampling_mask: tuple[bytes, ...] = ()
     arrived: float = 0.0
     queued_s: float | None = None
     arrivals: tuple[float, ...] | None = None
@@ -80,8 +80,7 @@ class CompletionOutput:
     """One answer: its text without the stop string, its token ids including the stop token, and why it ended.
 
     In addition to vLLM's fields: `tempered_logprobs` of the tokens under the sampling distribution, and
-    `weight_versions`, one a token. `kept_tokens`, if requested: of each token the ids that top_k, top_p and min_p left,
-    int32, ascending. `routed_experts`: int16 [tokens, MoE layers, A] of prompt and answer without its
+    `weight_versions`, one a token. `routed_experts`: int16 [tokens, MoE layers, A] of prompt and answer without its
     last token, which is never computed; -1 for tokens found in a cache.
     """
 
@@ -95,7 +94,6 @@ class CompletionOutput:
     tempered_logprobs: list[float] | None = None
     weight_versions: list[int] = field(default_factory=list)
     routed_experts: NDArray[np.int16] | None = None
-    kept_tokens: list[NDArray[np.int32]] | None = None
 
 
 @dataclass
@@ -143,7 +141,6 @@ def join(deltas: Sequence[Delta], routed: Sequence[RoutedExperts] = (), num_prom
         tempered_logprobs=[value for delta in deltas for value in delta.tempered_logprobs] if logprobs else None,
         weight_versions=versions,
         routed_experts=_experts(routed, num_prompt + len(token_ids) - 1) if routed else None,
-        kept_tokens=_kept([ids for delta in deltas for ids in delta.kept_tokens]),
     )
 
 
@@ -152,14 +149,6 @@ def head(run: RoutedExperts, num_tokens: int) -> RoutedExperts:
     count = min(num_tokens, run.shape[0])
     row_bytes = len(run.experts) // run.shape[0]
     return RoutedExperts(run.start, (count, *run.shape[1:]), run.experts[: count * row_bytes])
-
-
-def _kept(kept: Sequence[bytes]) -> list[NDArray[np.int32]] | None:
-    if not any(kept):
-        return None
-    import numpy as np
-
-    return [np.frombuffer(ids, dtype="<i4") for ids in kept]
 
 
 def _experts(routed: Sequence[RoutedExperts], num_tokens: int) -> NDArray[np.int16]:

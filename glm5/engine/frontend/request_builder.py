@@ -28,14 +28,16 @@ class Options:
 
     `priority`: lower is served first. `cache_salt`: prompts share cached pages only with those of the same salt.
     `num_speculative_tokens`: the most drafts a step, None for the engine's. `routed_experts`: report which experts
-    computed its tokens. `starts_after`: a token (the end of thinking); structured output applies after it, the thinking
-    budget up to it. `not_before`: tokens that are forbidden before it, in addition to end tokens.
+    computed its tokens; `sampling_mask`: which token ids each was drawn from. `starts_after`: a token (the end of
+    thinking); structured output applies after it, the thinking budget up to it. `not_before`: tokens that are forbidden
+    before it, in addition to end tokens.
     """
 
     priority: int = 0
     cache_salt: str = ""
     num_speculative_tokens: int | None = None
     routed_experts: bool = False
+    sampling_mask: bool = False
     starts_after: int | None = None
     not_before: tuple[int, ...] = ()
 
@@ -47,6 +49,7 @@ class Options:
             ("cache_salt", isinstance(self.cache_salt, str), "a text"),
             ("num_speculative_tokens", depth is None or type(depth) is int, "None, or an integer"),
             ("routed_experts", isinstance(self.routed_experts, bool), "true or false"),
+            ("sampling_mask", isinstance(self.sampling_mask, bool), "true or false"),
             ("starts_after", after is None or type(after) is int, "None, or a token id"),
             ("not_before", isinstance(before, tuple) and set(map(type, before)) <= {int}, "a tuple of token ids"),
         ):
@@ -168,6 +171,7 @@ class RequestBuilder:
                 raise RequestError(f"{what} need a tokenizer, and this engine has none", param=name)
         if params.structured_outputs is not None and find_spec("xgrammar") is None:
             raise MissingExtra("structured_outputs need the package 'xgrammar': run  pip install 'glm5[grammar]'")
+        params.check_reports(self.info.max_logprobs, sampling_mask=options.sampling_mask)
         if options.routed_experts and not self.info.routed_experts:
             raise RequestError(
                 "routed_experts are not recorded by this engine; start it with enable_return_routed_experts",
@@ -199,6 +203,7 @@ class RequestBuilder:
             salt=options.cache_salt.encode(errors="surrogatepass"),
             max_depth=None if depth is None else min(depth, self.info.max_depth),
             routed_experts=options.routed_experts,
+            sampling_mask=options.sampling_mask,
         )
 
     def _cut(self, ids: list[int], truncate: int | None) -> list[int]:

@@ -14,6 +14,8 @@ class AnswerText:
     `stopped_by` is the stop string that ended the text, or None.
     """
 
+    __slots__ = ("_added_ids", "_detokenizer", "_stop")
+
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams):
         self._detokenizer = None if tokenizer is None else tokenizer.stream(skip_special=params.skip_special_tokens)
         self._added_ids = frozenset[int]() if tokenizer is None else tokenizer.added_ids

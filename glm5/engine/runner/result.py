@@ -18,13 +18,15 @@ class StepResult:
     """Results by sequence id. `tokens`: for `Scheduler.apply`. `drafts`: of the next step, for sequences with a
     grammar; others may be missing.
 
-    `logprobs`: one entry a token, if requested; `prompt_logprobs`: of the prompt token after each row of the chunk.
+    `logprobs` and `masks` (`wire.Update.sampling_mask`): one entry a token, if requested; `prompt_logprobs`: of the
+    prompt token after each row of the chunk.
     `no_valid_token`: sequences whose tokens were all masked. `num_drafted` and `num_accepted` count by draft position.
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     drafts: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    masks: dict[int, list[bytes]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     routed: dict[int, RoutedExperts] = field(default_factory=dict)
     no_valid_token: set[int] = field(default_factory=set)
@@ -44,9 +46,9 @@ class PromptLogprobs:
 @dataclass
 class Pending:
     """Tensors of a launched step from which its result is made. `sampling`: items that sample. `shown`: by sequence id,
-    how many likeliest tokens to report; `kept`: those whose kept tokens are reported. `unpack` splits `packed` into
-    tokens_B, count_B, drafts_B and no_valid_token_T, as one copy brings them to the host. `drafts_B`: None if drafts
-    are not needed."""
+    how many likeliest tokens to report; `masked`: ids with sampling masks. `unpack` splits `packed` into tokens_B,
+    count_B, drafts_B and no_valid_token_T, as one copy brings them to the host. `drafts_B`: None if drafts are not
+    needed."""
 
     sampling: Sequence[Item]
     sample_index_B: Ints
@@ -57,7 +59,8 @@ class Pending:
     drafts_B: Tensor | None = None
     logprobs: Logprobs | None = None
     shown: dict[int, int] = field(default_factory=dict)
-    kept: frozenset[int] = frozenset()
+    mask_TU: Tensor | None = None
+    masked: frozenset[int] = frozenset()
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     packed: Tensor | None = None
     unpack: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
@@ -135,10 +138,13 @@ def _result(pending: Pending) -> StepResult:
         rows = _entries(pending.logprobs)
         for seq_id, place in zip(seq_ids, pending.sample_index_B.tolist(), strict=False):
             if seq_id in pending.shown:
-                token_ids = result.tokens[seq_id]
-                result.logprobs[seq_id] = entries = rows.of(token_ids, place, pending.shown[seq_id])
-                if seq_id in pending.kept:
-                    _add_kept(entries, pending.logprobs, place)
+                result.logprobs[seq_id] = rows.of(result.tokens[seq_id], place, pending.shown[seq_id])
+    if pending.mask_TU is not None:
+        mask_TU = pending.mask_TU.numpy()
+        for seq_id, count, place in zip(seq_ids, counts, pending.sample_index_B.tolist(), strict=False):
+            if seq_id in pending.masked:
+                rows = mask_TU[place : place + count]
+                result.masks[seq_id] = [row_U[row_U >= 0].astype("<i4").tobytes() for row_U in rows]
     for seq_id, prompt in pending.prompt_logprobs.items():
         entries = _entries(prompt.found)
         result.prompt_logprobs[seq_id] = entries.of(prompt.token_S.tolist(), 0, prompt.num_logprobs)
@@ -179,13 +185,6 @@ class _Entries:
             best = zip(*(column[:num_logprobs] for column in columns), strict=True)
             entries.append(TokenLogprobs(token_id, self.logprob[row], self.tempered[row], self.rank[row], list(best)))
         return entries
-
-
-def _add_kept(entries: Sequence[TokenLogprobs], found: Logprobs, first: int) -> None:
-    """Add what was kept in the rows from `first` on."""
-    assert found.kept_TW is not None
-    for entry, kept_W in zip(entries, found.kept_TW[first:].numpy(), strict=False):
-        entry.kept = kept_W.nonzero()[0].astype("<i4").tobytes()
 
 
 def _entries(found: Logprobs) -> _Entries:

@@ -43,7 +43,8 @@ _PROMPT_ROWS = 256  # rows of a prompt's logits that exist at a time
 class SeqSpec:
     """What a runner needs of a sequence in addition to the plan. `params` has n = 1; `seed` has 64 bits.
 
-    `stop_ids` end it, and are masked until min_tokens; `bad_words` are token sequences; `routed`: report its experts.
+    `stop_ids` end it, and are masked until min_tokens; `bad_words` are token sequences. `routed`: report its experts,
+    `sampling_mask`: the token ids that each of its tokens was drawn from.
     """
 
     params: SamplingParams
@@ -52,6 +53,7 @@ class SeqSpec:
     stop_ids: Sequence[int] = ()
     bad_words: Sequence[Sequence[int]] = ()
     routed: bool = False
+    sampling_mask: bool = False
 
 
 class Runner:
@@ -182,7 +184,8 @@ class Runner:
             no_valid_token_T=no_valid_token_T,
             logprobs=None if sampled is None else sampled.logprobs,
             shown={} if sampled is None else _shown(items, specs),
-            kept=_kept(items, specs),
+            mask_TU=None if sampled is None else sampled.mask_TU,
+            masked=frozenset() if sampled is None else _masked(items, specs),
             packed=buffers.result,
             unpack=buffers.unpack,
         )
@@ -227,7 +230,8 @@ class Runner:
             no_valid_token_T=sampled.no_valid_token_T,
             logprobs=sampled.logprobs,
             shown=_shown(sampling, specs),
-            kept=_kept(sampling, specs),
+            mask_TU=sampled.mask_TU,
+            masked=_masked(sampling, specs),
             prompt_logprobs=prompt_logprobs,
         )
         if expert_ids_T is not None:
@@ -339,6 +343,7 @@ def _placement(slot: int, token_ids: Sequence[int], spec: SeqSpec) -> Placement:
         output_ids=token_ids[spec.num_prompt :],
         stop_ids=spec.stop_ids,
         bad_words=spec.bad_words,
+        sampling_mask=spec.sampling_mask,
     )
 
 
@@ -348,9 +353,8 @@ def _shown(items: Sequence[Item], specs: Mapping[int, SeqSpec]) -> dict[int, int
     return {seq_id: count for seq_id, count in wanted.items() if count is not None}
 
 
-def _kept(items: Sequence[Item], specs: Mapping[int, SeqSpec]) -> frozenset[int]:
-    """Sequences whose kept tokens are reported."""
-    return frozenset(item.seq_id for item in items if specs[item.seq_id].params.reports_kept)
+def _masked(items: Sequence[Item], specs: Mapping[int, SeqSpec]) -> frozenset[int]:
+    return frozenset([item.seq_id for item in items if specs[item.seq_id].sampling_mask])
 
 
 def _first_rows(plan: StepPlan) -> list[tuple[Item, int]]:

@@ -22,8 +22,7 @@ class Logprobs:
     """Of each row's token: float32 [T], its rank (1: likeliest) int64 [T]; then the N likeliest, likeliest first, and
     their `tempered`, -inf for those that could not be drawn.
 
-    Equals rank by smaller token id. N is the maximum of the rows' numbers: each row uses the first of them. `kept_TW`,
-    if any row's are requested: what top_k, top_p and min_p left, bool [T, W].
+    Equals rank by smaller token id. N is the maximum of the rows' numbers: each row uses the first of them.
     """
 
     logprob_T: Tensor
@@ -32,15 +31,12 @@ class Logprobs:
     top_token_TU: Tensor
     top_logprob_TU: Tensor
     top_tempered_TU: Tensor
-    kept_TW: Tensor | None = None
 
     @classmethod
     def joined(cls, parts: Sequence["Logprobs"]) -> "Logprobs":
         """The rows of all parts, in order."""
         columns = zip(*(vars(part).values() for part in parts), strict=True)
-        *always, kept = columns
-        kept_TW = None if kept[0] is None else torch.cat(kept)
-        return cls(*map(torch.cat, always), kept_TW=kept_TW)
+        return cls(*(torch.cat(column) for column in columns))
 
 
 def logprobs(logits_TW: Tensor, token_T: Tensor, drawn_from_TW: Tensor | None, num_logprobs: int) -> Logprobs:

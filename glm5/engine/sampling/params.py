@@ -22,7 +22,7 @@ from glm5.common.plain import plain, plain_list
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM: dividing by it would overflow
 MAX_N = 128
 MAX_TOP_K = 2**31 - 1
-MAX_LOGPROBS = 20
+MAX_MASK = 2048  # token ids of a sampling mask, as in vLLM
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 MAX_ALLOWED_IDS = 1 << 18  # more than any vocabulary
@@ -51,10 +51,11 @@ class Feature:
     PERMITTED = 64  # a grammar, a budget of thinking or allowed_token_ids
     LOGPROBS = 128
     TEMPERED = 256  # a temperature other than 1, which log-probabilities show
-    KEPT = 512  # report what the cuts left, beside log-probabilities
+    MASK = 512  # which tokens a draw left
 
 
 CUTS = Feature.MIN_P | Feature.HEAD  # leave tokens out of a draw
+REPORTS = Feature.LOGPROBS | Feature.MASK  # tell of a token, and do not change it
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: Annotated[int, Bounds(1, allowed="at least 1, or None for up to the end of the context")] | None = 16
     min_tokens: Annotated[int, Bounds(0)] = 0
-    logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None  # of the sampled token, and the k likeliest
-    prompt_logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None  # the prompt's first token has none
+    logprobs: Annotated[int, Bounds(0)] | None = None  # of the sampled token, and the k likeliest
+    prompt_logprobs: Annotated[int, Bounds(0)] | None = None  # the prompt's first token has none
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -159,7 +160,6 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     output_kind: str | None = None
     flat_logprobs: bool = False
-    kept_tokens: bool = False  # with logprobs: report the tokens that top_k, top_p and min_p left (not vLLM's)
     extra_args: None = None
     logits_processors: None = None
 
@@ -191,12 +191,6 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
-    def reports_kept(self) -> bool:
-        """Whether the tokens that cuts left are reported: where they were requested, and there are cuts."""
-        cuts = not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        return self.kept_tokens and self.logprobs is not None and cuts
-
-    @property
     def penalized(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
@@ -204,6 +198,11 @@ class SamplingParams:
     def constrained(self) -> bool:
         """Whether what may come next depends on what came before: a mask is made for each step."""
         return self.structured_outputs is not None or self.thinking_token_budget is not None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top_k, top_p or min_p leave tokens out of a draw."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def but(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""
@@ -222,6 +221,18 @@ class SamplingParams:
                 raise RequestError(
                     f"{name} holds {beyond[0]}; allowed: token ids below the vocabulary's {vocab_size}", param=name
                 )
+
+    def check_reports(self, max_logprobs: int, *, sampling_mask: bool) -> None:
+        """Raises RequestError where more is to be reported of each token than an engine allows. `sampling_mask`: the
+        token ids that were left to draw from (sampler.py)."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name) or 0) > max_logprobs:
+                raise _refusal(name, count, f"None, or 0 to {max_logprobs} (max_logprobs of the engine)")
+        if sampling_mask and self.greedy:
+            raise _refusal("temperature", self.temperature, "above 0 with sampling masks: a greedy token is not drawn")
+        if sampling_mask and not 0 < self.top_k <= MAX_MASK:
+            allowed = f"1 to {MAX_MASK} with sampling masks, which hold up to top_k token ids for each token"
+            raise _refusal("top_k", self.top_k, allowed)
 
     def _together(self) -> Iterator[tuple[str, bool, str]]:
         """What bounds alone do not say."""

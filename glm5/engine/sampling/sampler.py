@@ -16,25 +16,26 @@ from glm5.engine.sampling.drafts import Accepted
 from glm5.engine.sampling.draw import Vocabulary, drawn_from, kept, race
 from glm5.engine.sampling.edits import EDITS, Rows, edited
 from glm5.engine.sampling.logprobs import Logprobs
-from glm5.engine.sampling.params import CUTS, Feature
+from glm5.engine.sampling.params import CUTS, REPORTS, Feature
 from glm5.engine.sampling.parts import VocabShard
 from glm5.engine.sampling.simulated import simulated
 from glm5.engine.sampling.slots import Placement, SlotTables
 from glm5.kernels.best_token import best_token
 
-_SHOWN = Feature.LOGPROBS | Feature.KEPT
-_UNKNOWN_AHEAD = Feature.PERMITTED | _SHOWN
+_UNKNOWN_AHEAD = Feature.PERMITTED | REPORTS
 _ALL = -1
 _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's L2
 
 
 @dataclass
 class Sampled:
-    """Tokens int64 [T]; rows without a valid token (all barred, or NaN), bool [T]; log-probabilities if requested."""
+    """Tokens int64 [T]; rows without a valid token (all barred, or NaN), bool [T]. If requested: log-probabilities;
+    sampling masks [T, U], the token ids that were left to draw from, ascending, then -1."""
 
     token_T: Tensor
     no_valid_token_T: Tensor
     logprobs: Logprobs | None
+    mask_TU: Tensor | None = None
 
 
 class Sampler:
@@ -105,16 +106,18 @@ class Sampler:
         assert len(rows.slots) == num_rows, f"{len(rows.slots)=} {num_rows=}"
         wanted = ~_UNKNOWN_AHEAD if drafting else _ALL
         features = (self.tables.features_of(rows.slots) if features is None else features) & wanted
-        shown = features & _SHOWN
-        num_logprobs = self.tables.num_logprobs_of(rows.slots) if shown else 0
+        num_logprobs = self.tables.num_logprobs_of(rows.slots) if features & Feature.LOGPROBS else 0
+        mask_size = self.tables.mask_size_of(rows.slots) if features & Feature.MASK else 0
+        sizes = num_logprobs, mask_size
         step = max(1, _CACHED // vocab_size) if logits_TW.device.type == "cpu" else num_rows
         if num_rows <= step:
-            return self._sample(logits_TW, rows, drafts_Y, features, num_logprobs)
+            return self._sample(logits_TW, rows, drafts_Y, features, *sizes)
         spans = [slice(first, first + step) for first in range(0, num_rows, step)]
         parts = ((logits_TW[span], rows[span]) for span in spans)
-        # Each part does its own rows' work.
+        # Each part does its own rows' work. Of all rows the same is reported; only what is drawn has a mask.
+        shown = features & REPORTS | (Feature.RANDOM if mask_size else 0)
         selected = ((logits, part, self.tables.features_of(part.slots) & features | shown) for logits, part in parts)
-        return _joined(self._sample(logits, part, drafts_Y, work, num_logprobs) for logits, part, work in selected)
+        return _joined(self._sample(logits, part, drafts_Y, work, *sizes) for logits, part, work in selected)
 
     def _sample(
         self,
@@ -123,27 +126,26 @@ class Sampler:
         drafts_Y: Tensor | None,
         features: int,
         num_logprobs: int,
+        mask_size: int,
     ) -> Sampled:
         part, vocabulary = self.part, self.vocabulary
         if not features and part is None:
             return Sampled(*best_token(logits_TW), None)
         edited_TW = edited(logits_TW, rows, drafts_Y, self.tables, features, part and part.first)
-        best, kept_TW = vocabulary.best(edited_TW), None
+        best = vocabulary.best(edited_TW)
         token_T, drawn_from_TW = best.token_T, self._untruncated(edited_TW, rows, features)
-        if features & Feature.KEPT:
-            kept_TW = torch.ones_like(edited_TW, dtype=torch.bool)
+        found = mask_TU = None
         if features & Feature.RANDOM:
             numbers = self.tables.numbers_of(rows.slot_T)
             z_TW = kept(edited_TW, best, numbers, features, vocabulary)
             if drawn_from_TW is not None and features & CUTS:
                 drawn_from_TW = drawn_from(edited_TW, numbers("temperature"), z_TW)
-            kept_TW = None if kept_TW is None else z_TW > -torch.inf
+            if mask_size:
+                mask_TU = vocabulary.kept_ids(z_TW, mask_size)
             token_T = race(z_TW, best, rows.position_T, numbers, vocabulary)
-        found = None
         if features & Feature.LOGPROBS:
             found = vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_logprobs)
-            found.kept_TW = None if kept_TW is None else vocabulary.whole(kept_TW)
-        return Sampled(token_T, best.value_T.isfinite().logical_not_(), found)
+        return Sampled(token_T, best.value_T.isfinite().logical_not_(), found, mask_TU)
 
     def logprobs(self, logits_TW: Tensor, token_T: Tensor, num_logprobs: int, temperature: float) -> Logprobs:
         """`logprobs` of tokens that are given, not drawn; `temperature` 0 counts as 1."""
@@ -162,4 +164,5 @@ def _joined(parts: Any) -> Sampled:
     parts = list(parts)
     found = [part.logprobs for part in parts if part.logprobs is not None]
     tokens, invalid = (torch.cat([getattr(part, name) for part in parts]) for name in ("token_T", "no_valid_token_T"))
-    return Sampled(tokens, invalid, Logprobs.joined(found) if found else None)
+    masks = [part.mask_TU for part in parts if part.mask_TU is not None]
+    return Sampled(tokens, invalid, Logprobs.joined(found) if found else None, torch.cat(masks) if masks else None)

@@ -41,6 +41,7 @@ class Placement:
 
     `seed`: of 64 bits, signed or not. `output_ids`: what it has written already, when it comes back from preemption.
     `stop_ids`: tokens that would end it, barred until min_tokens. `bad_words`: token sequences (`words.bad_word_ids`).
+    `sampling_mask`: report the token ids that were left to draw from, of which there are up to `params.top_k`.
     """
 
     slot: int
@@ -50,6 +51,7 @@ class Placement:
     output_ids: Sequence[int] = ()
     stop_ids: Sequence[int] = ()
     bad_words: Sequence[Sequence[int]] = ()
+    sampling_mask: bool = False
 
     @property
     def features(self) -> int:
@@ -58,7 +60,7 @@ class Placement:
             features |= LOGIT_NUMBERS[name].bounds.feature if value != LOGIT_NUMBERS[name].default else 0
         features = features & ~(CUTS | Feature.TEMPERED) if params.greedy else features | Feature.RANDOM
         features |= 0 if params.logprobs is None else Feature.LOGPROBS
-        features |= Feature.KEPT if params.reports_kept else 0
+        features |= Feature.MASK if self.sampling_mask else 0
         features |= Feature.BIASES if params.logit_bias or (params.min_tokens > 0 and self.stop_ids) else 0
         features |= Feature.BAD_WORDS if self.bad_words else 0
         permitted = params.allowed_token_ids is not None or params.constrained
@@ -98,6 +100,7 @@ class SlotTables:
         self._num_bad_words = np.zeros(S, dtype=np.int64)
         self._bad_word_len = np.zeros(S, dtype=np.int64)
         self._num_logprobs = np.zeros(S, dtype=np.int64)
+        self._mask_sizes = np.zeros(S, dtype=np.int64)
         self._allowed: dict[int, NDArray[np.int32]] = {}
 
     def features_of(self, slots: NDArray[np.int64]) -> int:
@@ -108,6 +111,10 @@ class SlotTables:
 
     def num_logprobs_of(self, slots: NDArray[np.int64]) -> int:
         return int(self._num_logprobs[slots].max(initial=0))
+
+    def mask_size_of(self, slots: NDArray[np.int64]) -> int:
+        """The most token ids of any of the slots' sampling masks."""
+        return int(self._mask_sizes[slots].max(initial=0))
 
     def num_biases_of(self, slots: NDArray[np.int64]) -> int:
         return int(self._num_biases[slots].max(initial=0))
@@ -133,6 +140,7 @@ class SlotTables:
         self._features[slots] = features
         self._cached = None
         self._num_logprobs[slots] = [placement.params.logprobs or 0 for placement in placements]
+        self._mask_sizes[slots] = [one.params.top_k if one.sampling_mask else 0 for one in placements]
         index = self._upload(slots)
         columns = [_columns(placement) for placement in placements]
         floats = np.array([[column[name] for name in _FLOATS] for column in columns], dtype=np.float32)

@@ -22,9 +22,13 @@ def reason_of_exit(code: int) -> str:
 
 def reason_of_silence(pid: int, seconds: float, watchdog_timeout: float, meanwhile: str = "") -> str:
     """Why a process without heartbeats is killed. Call it before the kill. `meanwhile`: what the process held up."""
-    how = "it was stopped" if is_stopped(pid) else "it was stopped or hangs"
     words = f"its process sent no heartbeat for {seconds:.1f} s{meanwhile} (watchdog_timeout is {watchdog_timeout:g} s)"
-    return f"{words}; {how}, and has been killed"
+    return f"{words}; {how_silent(pid)}, and has been killed"
+
+
+def how_silent(pid: int) -> str:
+    """What may have silenced a process that runs."""
+    return "it was stopped" if is_stopped(pid) else "it was stopped or hangs"
 
 
 def is_stopped(pid: int) -> bool:

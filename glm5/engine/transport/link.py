@@ -28,6 +28,7 @@ import zmq
 
 from glm5.common.errors import reason_of
 from glm5.engine.transport.failure import LOST, reason_of_exit, reason_of_silence
+from glm5.engine.transport.heartbeat import Silence
 from glm5.engine.transport.wire import INBOX, OUTBOX, Beat, Close, Dead, EngineInfo, Ready, Start, ToClient, ToEngine
 
 logger = logging.getLogger(__name__)
@@ -160,7 +161,8 @@ class ProcessLink:
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._pipe.fileno(), zmq.POLLIN)
-        self._silent, self._allowed = 0.0, max(START_SECONDS, self.watchdog_timeout)
+        self._silence = Silence(max(START_SECONDS, self.watchdog_timeout), self.watchdog_timeout)
+        self._is_connected = False
         self._closing_since: float | None = None
         self._death: Dead | None = None
         # For callers that never close: at the latest when the interpreter ends.
@@ -205,19 +207,17 @@ class ProcessLink:
         began = time.monotonic()
         events = dict(self._poller.poll(round(timeout * 1000)))
         messages = self._drain()
-        if messages:
-            shutil.rmtree(
-                self._folder, ignore_errors=True
-            )  # both ends are connected, so the names are no longer needed
+        if messages and not self._is_connected:  # both ends are, so the names are no longer needed
+            self._is_connected = True
+            shutil.rmtree(self._folder, ignore_errors=True)
         if self._pipe.fileno() in events and not self._listen():
             return messages + self._end()
         if events:
-            self._silent, self._allowed = 0.0, self.watchdog_timeout
+            self._silence.end()
         else:
-            # At most `timeout` a call: this process may itself have been stopped, for longer.
-            self._silent += min(time.monotonic() - began, timeout)
-        if self._silent > self._allowed:
-            return messages + self._kill(reason_of_silence(self.pid, self._silent, self.watchdog_timeout))
+            self._silence.wait(began, timeout)
+        if self._silence.is_too_long:
+            return messages + self._kill(reason_of_silence(self.pid, self._silence.seconds, self.watchdog_timeout))
         if self._closing_since is not None and time.monotonic() - self._closing_since > CLOSE_SECONDS:
             return messages + self._kill(f"{CLOSED}, and killed as it did not end within {CLOSE_SECONDS:g} s")
         return messages

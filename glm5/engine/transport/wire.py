@@ -46,7 +46,7 @@ class AddRequest(msgspec.Struct, tag=True):
     model's end tokens unless ignored, and `params.stop_token_ids`. `bad_words` are token sequences. `starts_after`: a
     token (the end of thinking); the grammar applies after it, the thinking budget up to it. `not_before`: tokens that
     are forbidden before it. `salt`: prompts share cached pages only within one salt. `max_depth`: the most drafts a
-    step, None for the engine's. `routed_experts`: report them for every computed token.
+    step, None for the engine's. `routed_experts`: report them for every computed token; `sampling_mask`: see `Update`.
     """
 
     seq_ids: tuple[int, ...]
@@ -62,6 +62,7 @@ class AddRequest(msgspec.Struct, tag=True):
     salt: bytes = b""
     max_depth: int | None = None
     routed_experts: bool = False
+    sampling_mask: bool = False
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -202,15 +203,13 @@ def sender_of(message: ToEngine) -> int | None:
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
     """Log-probabilities of one token in float32: under the model, under the distribution it was sampled from, its rank,
-    and both for the likeliest tokens (sampling/logprobs.py). `kept`: token ids that top_k, top_p and min_p left, as
-    little-endian int32, if requested."""
+    and both for the likeliest tokens (sampling/logprobs.py)."""
 
     token_id: int
     logprob: float
     tempered: float
     rank: int
     likeliest: list[tuple[int, float, float]] = []
-    kept: bytes = b""
 
 
 class RoutedExperts(msgspec.Struct, array_like=True):
@@ -232,7 +231,8 @@ class Update(msgspec.Struct, array_like=True):
 
     `finish_reason` is None until the last update. For the reason "error", `error` is the message and `param` the
     parameter at fault, if any. The first update has `num_cached`, prompt tokens found in a cache, and `began`, the
-    monotonic time when the first step was launched. `logprobs`: one entry a token, if requested.
+    monotonic time when the first step was launched. If requested, one entry a token: `logprobs`; `sampling_mask`, the
+    token ids that the token was drawn from, those that top_k, top_p and min_p kept, as little-endian int32, ascending.
     """
 
     seq_id: int
@@ -246,6 +246,7 @@ class Update(msgspec.Struct, array_like=True):
     routed: RoutedExperts | None = None
     param: str | None = None
     began: float | None = None
+    sampling_mask: list[bytes] | None = None
 
 
 class Growth(msgspec.Struct, array_like=True):
@@ -288,6 +289,7 @@ class KvEventSource(msgspec.Struct):
 class EngineInfo(msgspec.Struct):
     """What clients need to check requests themselves, and `table`: every resolved setting, to print.
 
+    `max_logprobs`: the most likely tokens that requests may ask for at each position.
     `simulated_acceptance`: for speed measurements, drafts are accepted at random, with so many tokens a step.
     `kv_events`: where events of the KV cache are published. `accelerator`: name of the GPU, None for a CPU, and
     `num_ranks`, how many of them hold the model. `weight_bytes` and `cache_bytes`: memory of each. `cache_dtype`: the
@@ -302,6 +304,7 @@ class EngineInfo(msgspec.Struct):
     max_model_len: int
     max_depth: int
     vocab_size: int
+    max_logprobs: int
     routed_experts: bool
     table: list[tuple[str, str]]
     simulated_acceptance: float | None = None

@@ -5,8 +5,11 @@
     turn    = episode.step(reply)                     what the environment answers, until `turn.is_done`
     rewards = environment.score_group(...)            optional: rewards that depend on all rollouts of a group
 
-An episode runs in a worker process. What the action causes (bad arguments, its own time-outs, its own memory) is an
-observation or a reward of 0: crashing must never pay. Only faults that it did not cause raise `EpisodeFailed`.
+In self-play one policy takes every seat, each with a conversation of its own that hides what the others know.
+
+An episode runs in a worker process (`workers.py`). What the action causes (bad arguments, its own time-outs, its own
+memory) is an observation or a reward of 0: crashing must never pay. Only faults that it did not cause raise
+`EpisodeFailed`.
 """
 
 import hashlib
@@ -14,6 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from random import Random
 from typing import Any, Literal, Protocol
 
 Message = Mapping[str, Any]
@@ -64,12 +68,18 @@ class Reply:
 @dataclass(frozen=True)
 class Turn:
     """What an environment answers: messages for the policy, or the end with rewards in named parts, whose sum is the
-    reward. `metrics`: figures that are shown but not rewarded."""
+    reward. `metrics`: figures that are shown but not rewarded.
+
+    In self-play, `messages` join (or begin) the conversation of `seat`, which replies next; an episode begins with
+    seat 0. `rewards` are those of seat 0, `seat_rewards` those of seats 1, 2, ...
+    """
 
     messages: tuple[Message, ...] = ()
     is_done: bool = False
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    seat: int = 0
+    seat_rewards: tuple[Mapping[str, float], ...] = ()
 
 
 class Episode(Protocol):
@@ -77,7 +87,7 @@ class Episode(Protocol):
 
     @property
     def messages(self) -> Sequence[Message]:
-        """What the policy is asked first."""
+        """What the policy (in self-play: seat 0) is asked first."""
         ...
 
     def step(self, reply: Reply) -> Turn:
@@ -86,26 +96,42 @@ class Episode(Protocol):
 
     def close(self) -> None:
         """Give back what the episode holds, such as a sandbox. It may be called at any time, and twice."""
-        ...
 
 
 class Environment(Protocol):
-    """Tasks and their episodes. `levels`: number of levels of difficulty, 0 the easiest. `num_turns`: the most replies
-    of an episode. `needs_sandbox`: it runs what the policy writes."""
+    """Tasks and their episodes; implementations inherit the defaults.
+
+    `levels`: number of levels of difficulty, 0 the easiest. `num_turns`: the most replies of an episode, of all seats
+    together. `sandbox_levels`: those whose tasks run what the policy writes. An object serves many episodes at once,
+    from several threads: it keeps no state of theirs.
+    """
 
     name: str
-    levels: int
-    num_turns: int
-    needs_sandbox: bool
+    levels: int = 1
+    num_turns: int = 1
+    num_seats: int = 1
+    sandbox_levels: Sequence[int] = ()
 
-    def task(self, seed: int, level: int) -> Task: ...
+    def task(self, seed: int, level: int) -> Task:
+        """Any seed from 0 is a task; `level` from 0 to `levels` - 1."""
+        ...
 
-    def reset(self, task: Task) -> Episode: ...
+    def reset(self, task: Task) -> Episode:
+        """Begin an episode. Raises EpisodeFailed."""
+        ...
 
     def oracle(self, task: Task) -> Sequence[Reply]:
-        """Replies that earn the full reward."""
+        """Replies that earn the most that the task gives."""
         ...
 
     def score_group(self, task: Task, rewards: Sequence[float]) -> Sequence[float]:
-        """Rewards of a group's rollouts that depend on each other. Most environments return `rewards`."""
+        """Rewards of a group's rollouts that depend on each other."""
+        return rewards
+
+
+class Playable(Environment, Protocol):
+    """An environment for models that know no language: random replies teach them the form, and nothing else."""
+
+    def random_reply(self, task: Task, random: Random) -> Reply:
+        """A legal reply, whatever was said before."""
         ...

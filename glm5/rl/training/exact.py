@@ -9,7 +9,7 @@ policies is one, not nearly one. The indexers get no gradient.
 
     exact = ExactPass(model, threads=1)
     model.impl = exact                                   # from now on `model(ids_T, PackedView(lengths))` is exact
-    logprob_G, entropy_G = exact.logprobs(hidden_GD, model.lm_head.weight, target_G, temperature_G, kept)
+    objective = RLObjective(preset, scorer=exact.logprobs)
 """
 
 from functools import partial
@@ -88,17 +88,17 @@ class ExactPass:
 
     def logprobs(
         self,
-        hidden_GD: Tensor,
+        hidden_TD: Tensor,
         weight_WD: Tensor,
-        target_G: Tensor,
-        temperature_G: Tensor,
+        target_T: Tensor,
+        temperature_T: Tensor,
         kept: Kept | None = None,
         *,
         chunk: int = 4096,
     ) -> tuple[Tensor, Tensor]:
         """`kernels.sampled_logprobs`, whose logits the engine's head computes: of tokens that an engine drew, its
         `tempered` log-probabilities. `weight_WD`: the model's lm_head."""
-        given = hidden_GD, weight_WD, target_G, temperature_G, kept
+        given = hidden_TD, weight_WD, target_T, temperature_T, kept
         return sampled_logprobs(*given, chunk=chunk, head=self.engine.head)
 
 

@@ -9,7 +9,7 @@ from glm5.chat.events import ContentDelta, Event, ReasoningDelta, ToolCallArgume
 from glm5.serve.chat.body import ChatBody
 from glm5.serve.generation.job import LogprobRow, Step, Usage
 from glm5.serve.generation.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
-from glm5.serve.http.sse import SPACE, Spaced, event
+from glm5.serve.http.sse import SPACE, PlainEvents, Spaced, event
 
 
 def delta_of(events: Iterable[Event]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class ChatAnswer:
         self.body, self.prompt_ids, self.formatter = body, prompt_ids, formatter
         self.head = {"id": answer_id, "created": int(time.time()), "model": model}
         self._begun: set[int] = set()
-        self._plain_chunks: dict[tuple[int, type[Event]], Spaced] = {}
+        self.plain_events: PlainEvents = {}
         asks_more = body.logprobs or body.return_token_ids or body.repeats_usage
         self._has_plain_chunks = not asks_more and body.include_reasoning
 
@@ -79,10 +79,10 @@ class ChatAnswer:
             and step.prompt_logprobs is None
             and step.index in self._begun
         ):
-            spaced = self._plain_chunks.get((step.index, type(first)))
+            spaced = self.plain_events.get((step.index, type(first)))
             if spaced is None:
                 sample = self.chunk(Step(step.index, [type(first)(SPACE)], ()), usage)
-                spaced = self._plain_chunks[step.index, type(first)] = Spaced(event(sample or {}))
+                spaced = self.plain_events[step.index, type(first)] = Spaced(event(sample or {}))
             return spaced.filled(first.text)
         chunk = self.chunk(step, usage)
         return "" if chunk is None else event(chunk)

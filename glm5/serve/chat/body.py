@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from glm5.common.errors import RequestError
-from glm5.engine.sampling.params import MAX_LOGPROBS, Bounds
+from glm5.engine.sampling.params import Bounds
 from glm5.serve.generation.logprobs import TokenTexts
 from glm5.serve.generation.openapi_schemas import MESSAGES, TOOL_CHOICE, TOOLS
 from glm5.serve.generation.prompting import ToolChoice
@@ -91,7 +91,7 @@ class ChatBody(AnswerFields):
     """auto, none, required, one function by name, or allowed_tools."""
     parallel_tool_calls: bool = True
     logprobs: bool = False
-    top_logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Bounds(0)] | None = None
     max_tokens: Annotated[int, Bounds(1)] | None = None
     max_completion_tokens: Annotated[int, Bounds(1)] | None = None
     reasoning_effort: str | None = None

@@ -36,7 +36,7 @@ async def chat_completions(body: ChatBody = Depends(_read), service: Service = D
     answer = ChatAnswer(body, job.id, body.model or service.model_names[0], job.prompt_ids, body.formatter(service))
     usage = Usage(len(job.prompt_ids))
     if body.stream:
-        tap = Tap[Step](partial(answer.event, usage=usage))
+        tap = Tap[Step](partial(answer.event, usage=usage), answer.plain_events)
         return await EventStream.begun(_events(job, service, answer, usage, tap), failed=failed, tap=tap)
     async with aclosing(steps(job, service, usage)) as found:
         content = answer.completion([step async for step in found], usage)

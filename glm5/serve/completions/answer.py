@@ -10,7 +10,7 @@ from glm5.serve.chat.answer import usage_dict
 from glm5.serve.completions.body import CompletionBody
 from glm5.serve.generation.job import LogprobRow, Step, Usage
 from glm5.serve.generation.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
-from glm5.serve.http.sse import SPACE, Spaced, event
+from glm5.serve.http.sse import SPACE, PlainEvents, Spaced, event
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class CompletionAnswer:
         self.skips_special = body.skip_special_tokens is not False
         self._choices = [self._new(prompt_input) for prompt_input in prompts for _ in range(body.n)]
         self._prompt_rows: dict[int, Sequence[LogprobRow]] = {}
-        self._plain_chunks: dict[int, Spaced] = {}
+        self.plain_events: PlainEvents = {}
         asks_more = body.logprobs is not None or body.return_token_ids or body.repeats_usage or body.echo
         self._has_plain_chunks = not asks_more and body.max_tokens > 0
 
@@ -62,10 +62,10 @@ class CompletionAnswer:
         index = number * self.body.n + step.index
         is_plain = step.finish_reason is None and step.prompt_logprobs is None and self._choices[index].is_begun
         if self._has_plain_chunks and is_plain:
-            spaced = self._plain_chunks.get(index)
+            spaced = self.plain_events.get((index, ContentDelta))
             if spaced is None:
                 sample = self.chunk(number, Step(step.index, [ContentDelta(SPACE)], ()), usage)
-                spaced = self._plain_chunks[index] = Spaced(event(sample or {}))
+                spaced = self.plain_events[index, ContentDelta] = Spaced(event(sample or {}))
             text = step.text
             return spaced.filled(text) if text or step.token_ids else ""
         chunk = self.chunk(number, step, usage)

@@ -7,7 +7,7 @@ from pydantic import Field
 from pydantic.config import JsonDict
 
 from glm5.common.errors import RequestError
-from glm5.engine.sampling.params import MAX_LOGPROBS, Bounds
+from glm5.engine.sampling.params import Bounds
 from glm5.serve.chat.body import AnswerFields
 from glm5.serve.generation.openapi_schemas import TOKEN_IDS
 from glm5.serve.generation.sampling_fields import REFUSED
@@ -35,7 +35,7 @@ class CompletionBody(AnswerFields):
     """A text, token ids, or a list of either. Special tokens spelled in a text are special tokens."""
     max_tokens: Annotated[int, Bounds(0)] = 16
     """0 with `echo`: the prompt alone, with its log-probabilities."""
-    logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Bounds(0)] | None = None
     echo: bool = False
     best_of: int | None = None
 

@@ -37,7 +37,7 @@ async def completions(body: CompletionBody = Depends(_read), service: Service = 
     if body.stream:
         usages = _usages(jobs)
         # Steps of several prompts wait in a queue, where those of a tap would overtake them.
-        tap = Tap[Step](partial(_event, answer, usages, 0)) if len(jobs) == 1 else None
+        tap = Tap[Step](partial(_event, answer, usages, 0), answer.plain_events) if len(jobs) == 1 else None
         return await EventStream.begun(_events(jobs, service, answer, usages, tap), failed=failed, tap=tap)
     usages = _usages(jobs)
     async with aclosing(_steps(jobs, service, usages)) as found:

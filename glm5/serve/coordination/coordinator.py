@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from glm5.engine.transport.heartbeat import Silence
 from glm5.serve.coordination.messages import (
     Abort,
     Drop,
@@ -19,6 +20,7 @@ from glm5.serve.coordination.messages import (
     Find,
     FindItems,
     Grow,
+    Heartbeat,
     Keep,
     NameWeights,
     Report,
@@ -50,10 +52,11 @@ class Packed:
 
 @dataclass(eq=False)
 class Member:
-    """A front end that is connected. `client`: its number among the engine's clients. `calls`: its requests that hold
-    places. `running`: (tenant, id) of its stored responses in progress."""
+    """A front end that is connected. `client`: its number among the engine's clients. `silence`: since its last
+    heartbeat. `calls`: its requests that hold places. `running`: (tenant, id) of its stored responses in progress."""
 
     client: int
+    silence: Silence
     peer: Peer | None = None
     calls: dict[int, Call] = field(default_factory=dict)
     running: set[tuple[str, str]] = field(default_factory=set)
@@ -100,6 +103,8 @@ class Coordinator:
     def handle(self, member: Member, message: ToMain) -> Any:
         """The answer to a message of a front end, or a coroutine for it. Raises ApiError for a refusal."""
         match message:
+            case Heartbeat():
+                member.silence.end()
             case Enter(number, tenant):
                 call = Call("", tenant)
                 self.limits.enter(call)

@@ -1,5 +1,5 @@
-"""Starts the front ends of a server, and starts another one when one ends. They run in processes of their own, accept
-from the same listening socket, and each is a client of the one engine.
+"""Starts the front ends of a server, kills those that hang, and starts another one when one ends. They run in processes
+of their own, accept from the same listening socket, and each is a client of the one engine.
 
     front end  --- HTTP --->  clients
        |  |______ requests ______>  engine process (glm5.engine.joined)
@@ -30,6 +30,8 @@ from glm5.common.log import style
 from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.joined import forget, share
+from glm5.engine.transport.failure import how_silent
+from glm5.engine.transport.heartbeat import BEAT_SECONDS, Silence
 from glm5.engine.transport.link import private_folder
 from glm5.serve.coordination.coordinator import Coordinator, Member
 from glm5.serve.coordination.messages import Begin, Serve, State, Stop, ToMain
@@ -42,6 +44,7 @@ from glm5.serve.service.state import ServerState
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0  # for a front end to import and serve, on a busy machine
+SILENT_SECONDS = 30.0  # without a heartbeat; nothing keeps the event loop of a front end from sending them for so long
 SETTLED_SECONDS = 60.0  # one that has run this long resets the count of failures of its place
 MAX_FAILURES = 5  # in a row, of one place; after them the server exits
 PAUSE_SECONDS = 1.0  # by which the wait before the next start grows with each failure
@@ -147,19 +150,19 @@ class FrontEnds:
     async def _run_one(self) -> tuple[int, int]:
         """Run one process to its end. Returns its id and exit code."""
         self._num_started += 1
-        member = Member(self._num_started)
+        member = Member(self._num_started, Silence(START_SECONDS, SILENT_SECONDS))
         ours, theirs = socket.socketpair()
         with theirs:
             process = _spawn(self.listener, theirs)
         self.processes[member.client] = process
-        greeting: asyncio.Task[None] | None = None
+        tasks = [asyncio.ensure_future(self._watch(member, process))]
         try:
             member.peer = await Peer.on(ours, ToMain, lambda message: self.coordinator.handle(member, message))
-            greeting = asyncio.ensure_future(self._greet(member))
+            tasks.append(asyncio.ensure_future(self._greet(member)))
             await member.peer.run()
         finally:
-            if greeting is not None:
-                greeting.cancel()
+            for task in tasks:
+                task.cancel()
             self.coordinator.leave(member)
             self._serving.pop(member, None)
             if self._engine is not None:
@@ -168,6 +171,19 @@ class FrontEnds:
             code = await asyncio.to_thread(process.wait)
             del self.processes[member.client]
         return process.pid, code
+
+    async def _watch(self, member: Member, process: subprocess.Popen[bytes]) -> None:
+        """Kill a process that sends no heartbeat. Its connection then ends, as with any other end."""
+        silence = member.silence
+        while not silence.is_too_long:
+            began = time.monotonic()
+            await asyncio.sleep(BEAT_SECONDS)
+            silence.wait(began, BEAT_SECONDS)
+        pid, seconds = process.pid, silence.seconds
+        logger.error(
+            "the front end of process %d sent no heartbeat for %.0f s; %s, and is killed", pid, seconds, how_silent(pid)
+        )
+        process.kill()
 
     async def _greet(self, member: Member) -> None:
         """Tell a new front end all that the others know. From then on it hears what changes."""

@@ -43,6 +43,10 @@ class Serve(msgspec.Struct, tag=True):
     table: list[tuple[str, str]]
 
 
+class Heartbeat(msgspec.Struct, tag=True):
+    """The event loop of this front end runs. Sent every BEAT_SECONDS, from its first message on."""
+
+
 class Report(msgspec.Struct, tag=True):
     """-> Figures."""
 
@@ -133,7 +137,7 @@ class NameWeights(msgspec.Struct, tag=True):
 
 
 ToFrontEnd = Begin | State | Serve | Report | Stop | Abort | NameWeights
-ToMain = Figures | Enter | Grow | Exit | Keep | Find | FindItems | Drop | Abort | NameWeights
+ToMain = Heartbeat | Figures | Enter | Grow | Exit | Keep | Find | FindItems | Drop | Abort | NameWeights
 
 
 class Refused(msgspec.Struct):

@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from glm5.chat.events import ContentDelta, Event, ToolCallEnd
+from glm5.chat.events import ContentDelta, Event, ReasoningDelta, ToolCallEnd
 from glm5.chat.parser import CALL, THINK_END, Functions, OutputParser
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import EngineDead
@@ -76,7 +76,8 @@ class Step(msgspec.Struct, frozen=True):
     """What engine steps, `num_steps`, added to answer `index`; the concatenated steps are the answer.
 
     `token_ids`: all new tokens, the one that ended the answer included. `logprobs`: one row for each of them, if
-    requested. `prompt_logprobs`: rows of the prompt's tokens except the first; set on one step of the request.
+    requested; `sampling_mask`: likewise (`wire.Update`). `prompt_logprobs`: rows of the prompt's tokens except the
+    first; set on one step of the request.
     `finish_reason`: set on the last step of each index to "stop", "length", "tool_calls", or "abort" for an aborted
     request. `version`: the version of the weights.
     """
@@ -89,6 +90,7 @@ class Step(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     routed_experts: RoutedExperts | None = None
+    sampling_mask: Sequence[bytes] = ()
     version: int = 0
     num_steps: int = 1
 
@@ -134,7 +136,7 @@ async def check_all(jobs: Sequence[Job], service: Service) -> None:
         await asyncio.sleep(0)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Answer:
     """The state of one answer. `in_reasoning`: its reasoning has not ended yet."""
 
@@ -143,7 +145,7 @@ class _Answer:
     has_called: bool = False
 
 
-@dataclass
+@dataclass(slots=True)
 class _DeltaReader:
     """Converts the engine's deltas of a job into steps."""
 
@@ -153,10 +155,15 @@ class _DeltaReader:
     answers: dict[int, _Answer] = field(default_factory=dict)
     has_cached_count: bool = False
 
-    def step(self, delta: Delta) -> Step:
+    def events(self, delta: Delta) -> list[Event]:
+        """The events of the next delta, whose tokens are counted."""
         answer = self.answers.get(delta.index) or self._new_answer(delta.index)
         self._count(delta, answer)
-        events = self._events(delta, answer)
+        return self._events(delta, answer)
+
+    def step(self, delta: Delta, events: list[Event]) -> Step:
+        """The step of a delta with these events."""
+        answer = self.answers[delta.index]
         for event in events:
             if isinstance(event, ToolCallEnd):
                 answer.has_called = True
@@ -170,6 +177,7 @@ class _DeltaReader:
             finish_reason="tool_calls" if reason == "stop" and answer.has_called else reason,
             stop_reason=delta.stop_reason,
             routed_experts=delta.routed_experts,
+            sampling_mask=delta.sampling_mask,
             version=delta.version,
             num_steps=bool(delta.token_ids) if delta.arrivals is None else len(delta.arrivals),
         )
@@ -188,6 +196,8 @@ class _DeltaReader:
             text = delta.text
             return [ContentDelta(text)] if text else []
         feed = answer.parser.feed
+        if len(delta.pieces) == 1 and delta.finish_reason is None:  # made short: most are like this
+            return feed(*delta.pieces[0])
         events = [event for token_id, text in delta.pieces for event in feed(token_id, text)]
         return events + answer.parser.finish() if delta.finish_reason is not None else events
 
@@ -237,7 +247,7 @@ async def steps(job: Job, service: Service, usage: Usage, tap: Tap[Step] | None 
                 async for delta in deltas:
                     if delta.finish_reason == "abort" and service.engine.stopped_because is not None:
                         raise _closing()
-                    step = reading.step(delta)
+                    step = reading.step(delta, reading.events(delta))
                     reason = step.finish_reason or reason
                     yield step
     except EngineDead as error:
@@ -257,9 +267,15 @@ async def steps(job: Job, service: Service, usage: Usage, tap: Tap[Step] | None 
 
 def _send_now(tap: Tap[Step], reading: _DeltaReader, delta: Delta) -> bool:
     """Whether a delta could be sent at once. One that ends an answer is left to `steps`."""
-    if not tap.is_open or delta.finish_reason is not None:
+    if delta.finish_reason is not None or not tap.is_open:
         return False
-    tap.send(reading.step(delta))
+    events = reading.events(delta)
+    only = events[0] if len(events) == 1 and delta.prompt_logprobs is None else None
+    plain = tap.plain.get((delta.index, type(only)))
+    if plain is not None and isinstance(only, (ContentDelta, ReasoningDelta)):
+        tap.send_text(plain.filled(only.text))
+    else:
+        tap.send(reading.step(delta, events))
     return True
 
 

@@ -12,7 +12,6 @@ from pydantic import Field, create_model
 from glm5.common.errors import RequestError
 from glm5.engine.sampling.params import (
     LOGIT_NUMBERS,
-    MAX_LOGPROBS,
     MAX_N,
     Bounds,
     SamplingParams,
@@ -85,7 +84,7 @@ class SamplingFields(create_model("LogitFields", __base__=Body, **_LOGIT_FIELDS)
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Bounds(0)] | None = None
-    prompt_logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Bounds(0)] | None = None
     thinking_token_budget: Annotated[int, Bounds(0)] | None = None
     """Tokens of thinking, after which it ends."""
     response_format: dict[str, Any] | None = None

@@ -60,26 +60,33 @@ def keep_alive_for(user_agent: str) -> str:
 T = TypeVar("T")
 
 
-class Tap(Generic[T]):
-    """Sends parts of a stream past the generator of its events: see `EventStream`. `write` gives a part's events."""
+PlainEvents = dict[tuple[int, type[Any]], Spaced]
+"""By the index of an answer and the type of a part of it: the event of such a part, in which only the text differs."""
 
-    def __init__(self, write: Callable[[T], str]) -> None:
-        self._write = write
+
+class Tap(Generic[T]):
+    """Sends parts of a stream past the generator of its events: see `EventStream`. `write` gives a part's events;
+    those in `plain`, which may grow, can be sent without it."""
+
+    __slots__ = ("_write", "out", "plain")
+
+    def __init__(self, write: Callable[[T], str], plain: PlainEvents | None = None) -> None:
+        self._write, self.plain = write, {} if plain is None else plain
         self.out: _Out | None = None
 
     @property
     def is_open(self) -> bool:
-        out = self.out
-        return out is not None and out.body is not None and out.body.is_open
+        return self.out is not None and self.out.is_open
 
     def send(self, part: T) -> None:
         """Only if it `is_open`, while the generator waits."""
-        out = self.out
-        assert out is not None
-        assert out.body is not None
         if text := self._write(part):
-            out.body.write(text.encode())
-            out.last_sent = monotonic()
+            self.send_text(text)
+
+    def send_text(self, text: str) -> None:
+        """The same for what is written already."""
+        assert self.out is not None
+        self.out.write_now(text.encode())
 
 
 class EventStream(StreamingResponse):
@@ -145,6 +152,7 @@ class EventStream(StreamingResponse):
             except Exception as error:  # noqa: BLE001 - logged, and told to the client
                 await out.write(self._end_of(error).encode())
             pinger.cancel()
+            out.flush()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             if self._tap is not None:
@@ -172,23 +180,31 @@ class EventStream(StreamingResponse):
 class _Out:
     """Sends parts of a body, past the middleware if the server offers it. A client that does not read is waited for."""
 
+    __slots__ = ("_body", "_send", "_sending", "last_sent")
+
     def __init__(self, send: Send, body: Body | None) -> None:
-        self._send, self.body = send, body
+        self._send, self._body = send, body
         self._sending = asyncio.Lock()
         self.last_sent = monotonic()
 
     @property
     def is_open(self) -> bool:
         """Whether a part can be written without waiting."""
-        return self.body is not None and self.body.is_open
+        return self._body is not None and self._body.is_open
 
     def write_now(self, part: bytes) -> None:
-        assert self.body is not None
-        self.body.write(part)
+        assert self._body is not None
+        self._body.write(part)
         self.last_sent = monotonic()
+
+    def flush(self) -> None:
+        """Before anything that `_send` sends, what was written must be sent."""
+        if self._body is not None:
+            self._body.flush()
 
     async def write(self, part: bytes) -> None:
         async with self._sending:
+            self.flush()
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
             self.last_sent = monotonic()
 

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from glm5.engine.frontend.outputs import Delta
@@ -170,48 +171,60 @@ class ServerMetrics:
         self.weights.set(stats["weight_version"])
 
 
+@dataclass(slots=True)
+class _AnswerTimes:
+    """One answer so far. `began`, `last`: when its first and last tokens arrived; before, `last` is the start."""
+
+    last: float
+    began: float | None = None
+    num_tokens: int = 0
+    has_ended: bool = False
+
+
 class RequestMetrics:
     """Measures one request to the engine. `ended` must be called, also after an error."""
 
+    __slots__ = ("_answers", "_first", "_start", "first_token_s", "key", "metrics", "num_prompt", "queued_s")
+
     def __init__(self, metrics: ServerMetrics, key: str, num_prompt: int, num_answers: int):
         self.metrics, self.key, self.num_prompt = metrics, key, num_prompt
-        self.num_generated = 0
         self.queued_s: float | None = None
         self.first_token_s: float | None = None
         self._start = time.monotonic()
         self._first: float | None = None
-        self._last = dict.fromkeys(range(num_answers), self._start)
-        self._began: dict[int, float] = {}
-        self._num_tokens = dict.fromkeys(range(num_answers), 0)
+        self._answers = [_AnswerTimes(self._start) for _ in range(num_answers)]
         metrics.prompt_tokens.add(num_prompt)
         metrics.prompt_lengths.observe(num_prompt)
         metrics.tenant_tokens.add(num_prompt, key, "prompt")
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens of all answers so far."""
+        return sum(answer.num_tokens for answer in self._answers)
+
     def add(self, delta: Delta) -> None:
         """Record what steps added to an answer."""
-        metrics, index = self.metrics, delta.index
-        if delta.token_ids:
+        metrics, answer, count = self.metrics, self._answers[delta.index], len(delta.token_ids)
+        if count:
             for now in (delta.arrived,) if delta.arrivals is None else delta.arrivals:
-                if index in self._began:
-                    metrics.inter_token.observe(now - self._last[index])
+                if answer.began is not None:
+                    metrics.inter_token.observe(now - answer.last)
                 else:
-                    self._began[index] = now
+                    answer.began = now
                     if self._first is None:
                         self._first = now
                         self._note_first(delta)
-                self._last[index] = now
-            count = len(delta.token_ids)
-            self._num_tokens[index] += count
-            self.num_generated += count
+                answer.last = now
+            answer.num_tokens += count
             metrics.generated.add(count)
         if delta.finish_reason is not None:
-            self._end_answer(index, delta.finish_reason)
+            self._end_answer(answer, delta.finish_reason)
 
     def ended(self, reason: str) -> None:
         """Record the end of the request; `reason` is that of its unfinished answers."""
-        for index in list(self._num_tokens):
-            self._end_answer(index, reason)
-        now = max(self._last.values()) if self._first is not None else time.monotonic()
+        for answer in self._answers:
+            self._end_answer(answer, reason)
+        now = max(answer.last for answer in self._answers) if self._first is not None else time.monotonic()
         self.metrics.latency.observe(now - self._start)
         if self._first is not None:
             self.metrics.decode.observe(now - self._first)
@@ -225,13 +238,13 @@ class RequestMetrics:
             self.metrics.queued.observe(delta.queued_s)
             self.metrics.prefill.observe(max(0.0, waited - delta.queued_s))
 
-    def _end_answer(self, index: int, reason: str) -> None:
-        num_tokens = self._num_tokens.pop(index, None)
-        if num_tokens is None:
+    def _end_answer(self, answer: _AnswerTimes, reason: str) -> None:
+        if answer.has_ended:
             return
-        metrics = self.metrics
+        answer.has_ended = True
+        metrics, num_tokens = self.metrics, answer.num_tokens
         metrics.finished.add(1, reason)
         metrics.answer_lengths.observe(num_tokens)
         metrics.tenant_tokens.add(num_tokens, self.key, "generation")
-        if num_tokens > 1:
-            metrics.per_token.observe((self._last[index] - self._began[index]) / (num_tokens - 1))
+        if num_tokens > 1 and answer.began is not None:
+            metrics.per_token.observe((answer.last - answer.began) / (num_tokens - 1))

@@ -8,7 +8,7 @@ from pydantic import Field
 from glm5.chat.message import Tool
 from glm5.common.budget import least_chars
 from glm5.common.errors import RequestError
-from glm5.engine.sampling.params import MAX_LOGPROBS, Bounds, StructuredOutputsParams
+from glm5.engine.sampling.params import Bounds, StructuredOutputsParams
 from glm5.serve.chat.body import tool_choice
 from glm5.serve.generation.openapi_schemas import FUNCTIONS, ITEMS, TOOL_CHOICE
 from glm5.serve.generation.prompting import ToolChoice
@@ -90,7 +90,7 @@ class ResponsesBody(SamplingFields):
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     include: list[Any] = []
-    top_logprobs: Annotated[int, Bounds(0, MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Bounds(0)] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
     chat_template_kwargs: dict[str, Any] = {}

@@ -66,7 +66,8 @@ class Service:
     """`model_names`: the served names of the model; responses without a requested name have the first. `profile_dir`:
     the folder for profiler traces, or None. `processed_logprobs`: whether log-probabilities are those of the sampling
     distribution where the API does not say which. `tokens_as_ids`: whether they name tokens by their ids unless the
-    request says otherwise. `routed_experts`: whether the engine records them."""
+    request says otherwise. `routed_experts`: whether the engine records them. `sampling_masks`: whether trainers get
+    them."""
 
     engine: ServedEngine
     template: ChatTemplate
@@ -80,6 +81,7 @@ class Service:
     processed_logprobs: bool
     tokens_as_ids: bool
     routed_experts: bool
+    sampling_masks: bool
     # Names of unknown request fields that were logged already.
     logged_fields: set[str] = field(default_factory=set)
     running: RunningRequests = field(default_factory=RunningRequests)
@@ -95,6 +97,6 @@ class Service:
         return sum(self.engine.abort(engine_id) for engine_id in self.running.find(tenant, name))
 
 
-def get_service(request: Request) -> Service:
-    """FastAPI dependency: the application's service."""
+async def get_service(request: Request) -> Service:
+    """FastAPI dependency: the application's service. FastAPI would run a plain function on another thread."""
     return request.app.state.service

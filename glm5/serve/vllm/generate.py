@@ -45,7 +45,12 @@ def _prepare(body: GenerateBody, service: Service) -> tuple[Job, Sampling]:
         room = min(sampling.max_tokens, service.engine.max_model_len - num_prompt)
     with named(NAMES):
         params = sampling.params(room)
-    options = Options(priority=body.priority, cache_salt=body.cache_salt, routed_experts=service.routed_experts)
+    options = Options(
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        routed_experts=service.routed_experts,
+        sampling_mask=service.sampling_masks and params.truncates,
+    )
     name = answer_id("generate-tokens-", body.request_id)
     return Job(name, body.token_ids, params, options, names=NAMES, processed=True, streams=body.stream), sampling
 

@@ -1,7 +1,7 @@
 """The response of /inference/v1/generate: stream chunks, or the whole that they add up to.
 
-    {"request_id", "choices": [{"index", "token_ids", "logprobs", "finish_reason", "stop_reason", "routed_experts"}],
-     "usage", "prompt_logprobs", "prompt_token_ids"}
+    {"request_id", "choices": [{"index", "token_ids", "logprobs", "finish_reason", "stop_reason", "sampling_mask",
+                                "routed_experts"}], "usage", "prompt_logprobs", "prompt_token_ids"}
 
 It is written without spaces, and `data` of `routed_experts` comes first: clients find it without parsing megabytes.
 """
@@ -35,6 +35,7 @@ class _Choice:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[LogprobRow] = field(default_factory=list)
+    sampling_mask: list[bytes] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -44,7 +45,7 @@ class GenerateAnswer:
     know only answers that stopped, or that reached their length."""
 
     def __init__(self, body: GenerateBody, job: Job, service: Service, experts_from: int):
-        self.body, self.job, self.cfg, self.experts_from = body, job, service.engine.cfg, experts_from
+        self.body, self.job, self.service, self.experts_from = body, job, service, experts_from
         self.head = {"request_id": job.id, "created": int(time.time()), "model": body.model or service.model_names[0]}
         self._formatter = TokenTexts(service.tokenizer, as_ids=True)
         self._experts, self._num_tokens = ExpertRuns(len(job.prompt_ids)), dict[int, int]()
@@ -55,7 +56,8 @@ class GenerateAnswer:
         self._take(step)
         if not step.token_ids and step.finish_reason is None and step.prompt_logprobs is None:
             return None
-        delta = _Choice(list(step.token_ids), list(step.logprobs or ()), step.finish_reason, step.stop_reason)
+        reported = list(step.logprobs or ()), list(step.sampling_mask)
+        delta = _Choice(list(step.token_ids), *reported, step.finish_reason, step.stop_reason)
         content = {**self.head, "choices": [self._choice(step.index, delta, is_last=step.finish_reason is not None)]}
         if step.prompt_logprobs is not None:
             content["prompt_logprobs"] = prompt_logprobs(step.prompt_logprobs)
@@ -79,6 +81,7 @@ class GenerateAnswer:
             choice = choices[step.index]
             choice.token_ids += step.token_ids
             choice.logprobs += step.logprobs or ()
+            choice.sampling_mask += step.sampling_mask
             choice.finish_reason, choice.stop_reason = step.finish_reason, step.stop_reason
             found = step.prompt_logprobs if step.prompt_logprobs is not None else found
         written_choices = [self._choice(index, choice, is_last=True) for index, choice in enumerate(choices)]
@@ -105,13 +108,19 @@ class GenerateAnswer:
         if most is not None:
             found = chat_logprobs(choice.logprobs, most, self._formatter, with_bytes=False)
             content["logprobs"] = {"content": found["content"]}
+        if self.service.sampling_masks:
+            masks = [np.frombuffer(ids, "<i4").tolist() for ids in choice.sampling_mask]
+            content["sampling_mask"] = masks if self.job.options.sampling_mask else None
         if is_last and self.job.options.routed_experts:
             content["routed_experts"] = self._routed_experts(index)
         return content
 
     def _routed_experts(self, index: int) -> dict[str, Any] | None:
         """Experts from the requested token on, in the smallest type that holds them."""
-        experts, start = self._experts.by_layer(index, self._num_tokens[index], self.cfg), self.experts_from
+        experts, start = (
+            self._experts.by_layer(index, self._num_tokens[index], self.service.engine.cfg),
+            self.experts_from,
+        )
         if experts is None:
             return None
         rows = experts[start:]

@@ -124,6 +124,13 @@ class Optimizers:
             for key, tensor in state.items():
                 tensor.copy_(got[key])
 
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget all earlier steps: the state is that before the first."""
+        for _, state in self._states():
+            for tensor in state.values():
+                tensor.zero_()
+
     def state_bytes(self) -> int:
         return sum(one.nbytes for _, state in self._states() for one in state.values())
 

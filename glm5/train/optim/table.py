@@ -3,7 +3,7 @@
     Muon     every matrix. A tensor of the checkpoint is one matrix, except three with a matrix per head: q_b_proj (W_UQ
              with its RoPE rows), kv_b_proj (W_UK and W_UV) and the indexer's wq_b. Of stacked experts each is a matrix;
              gate and up, one tensor in the model, are separate.
-    AdamW    embedding, lm_head, norms, biases; LoRA's matrices
+    AdamW    embedding, lm_head, value head, norms, biases; LoRA's matrices
 
 Names are the model's (experts stacked). The split depends only on rows, so a shard of complete heads or experts is
 updated like the full tensor.
@@ -45,6 +45,7 @@ TABLE: dict[str, Rule] = {
     "model.embed_tokens.weight": TOKENS,
     "model.norm.weight": VECTOR,
     "lm_head.weight": TOKENS,
+    "value_head.weight": TOKENS,
     "model.layers.*.input_layernorm.weight": VECTOR,
     "model.layers.*.post_attention_layernorm.weight": VECTOR,
     "model.layers.*.self_attn.q_a_proj.weight": MUON,

@@ -7,12 +7,15 @@ Each rank selects keys of all tokens for its own queries, so attention, selectio
 as on one device, row by row (training notes, 6).
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from glm5.model.packed import PackedView, Stage
-from glm5.train.batch import Batch
+from glm5.train.batch import Batch, Targets
 from glm5.train.parallel.collectives import Group, gather_rows
 
 
@@ -35,7 +38,8 @@ class BatchShard(Batch):
         index_T[token_T] = torch.arange(len(token_T), device=index_T.device)
         fields = {"ids_T": whole.ids_T[token_T], "weight_T": whole.weight_T[token_T], "lengths": whole.lengths}
         # Bypasses the frozen dataclass and its check, because `lengths` are those of the full batch.
-        vars(self).update(fields | {"on_host": None, "whole": whole, "token_T": token_T, "index_T": index_T})
+        of_whole = {"whole": whole, "columns": whole.columns, "kept": whole.kept}
+        vars(self).update(fields | of_whole | {"on_host": None, "token_T": token_T, "index_T": index_T})
 
     whole: Batch
     token_T: Tensor
@@ -47,6 +51,12 @@ class BatchShard(Batch):
         index_G = self.index_T[position_G]
         is_local_G = index_G >= 0
         return index_G[is_local_G], target_G[is_local_G], weight_G[is_local_G]
+
+    def targets_of(self, names: Sequence[str]) -> Targets:
+        of_whole = self.whole.targets_of(names)
+        index_G = self.index_T[of_whole.position_G]
+        local = of_whole.take((index_G >= 0).nonzero()[:, 0])
+        return replace(local, position_G=self.index_T[local.position_G])
 
     def weight_of_targets(self, distance: int) -> float:
         return self.targets(distance)[2].sum().item()

@@ -17,6 +17,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.step import LoraConfig
 from glm5.config.train import StageConfig
 from glm5.model.glm5 import Glm5
+from glm5.train.build import checked_changes
 from glm5.train.lora import FrozenExperts, adapt
 from glm5.train.parallel.build import ModelShard, build, fill
 from glm5.train.parallel.gather import gather_tensors, scatter_tensors
@@ -78,6 +79,8 @@ class DistributedLora(DistributedTrainer):
 
     def _adapted(self, device: str) -> Glm5:
         """The unsharded model of the checkpoint with new adapters."""
-        model = load(resolve(self._base), dtype="auto", device=device, changes=self.builder.changes())
+        model = load(
+            resolve(self._base), dtype="auto", device=device, changes=checked_changes(self.builder.recipe.model)
+        )
         adapt(model, self._lora, self.recipe.seed)
         return model

@@ -33,12 +33,13 @@ from glm5.model.glm5 import Glm5
 from glm5.model.packed import PackedView
 from glm5.train.balance import Balance
 from glm5.train.batch import Batch
+from glm5.train.objective import Objective
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import ModelShard
 from glm5.train.parallel.shards import Root, take_gradients, touch
 from glm5.train.parallel.step import DistributedStep
 from glm5.train.parallel.training_group import TrainingGroup
-from glm5.train.step import Phase
+from glm5.train.step import Phase, Result
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -67,10 +68,11 @@ class PipelineStep(DistributedStep):
         optimizers: Optimizers,
         cfg: LossConfig,
         phase: Phase,
+        objective: Objective | None = None,
         *,
         tokens: int,
     ) -> None:
-        super().__init__(part.roots[-1], team, optimizers, cfg, phase)
+        super().__init__(part.roots[-1], team, optimizers, cfg, phase, objective)
         mesh = team.mesh
         self.balance = Balance(nn.ModuleList(root.glm for root in part.roots))
         self._sum_context_counts()
@@ -84,7 +86,7 @@ class PipelineStep(DistributedStep):
         for root in part.roots:
             touch(root)
         self._schedules: dict[int, Any] = {}
-        self._batches_and_totals: tuple[Sequence[Batch], Mapping[int, float]] = ((), {})
+        self._batches_and_totals: tuple[Sequence[Batch], Mapping[str, float]] = ((), {})
         self._losses_found: list[dict[str, Tensor]] = []
 
     @property
@@ -116,6 +118,12 @@ class PipelineStep(DistributedStep):
             found.append(result)
         return found
 
+    def on_hidden_states(self, batch: Batch, view: PackedView, work: Callable[[Tensor], Result]) -> Result | None:
+        def on_last_stage(stage: Stage, x_TD: Tensor, _view: PackedView) -> Result | None:
+            return work(stage.model.model.norm(x_TD)) if stage.number == self.num_stages - 1 else None
+
+        return self.relay(batch, on_last_stage, lambda: view)[-1]
+
     def _run_stage(
         self, stage: Stage, batch: Batch, work: Callable[[Stage, Tensor, PackedView], Any], view: PackedView
     ) -> tuple[Tensor, Any]:
@@ -136,11 +144,11 @@ class PipelineStep(DistributedStep):
         excess = self.team.largest(torch.tensor(metrics.pop("excess load", -1.0), dtype=torch.float64)).item()
         return metrics if excess < 0 else metrics | {"excess load": excess}
 
-    def _gradients(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
+    def _gradients(self, batches: Sequence[Batch], totals: Mapping[str, float]) -> dict[str, Tensor]:
         self.share_embedding()
         return super()._gradients(batches, totals)
 
-    def _local_gradients(self, batches: Sequence[Batch], totals: Mapping[int, float]) -> dict[str, Tensor]:
+    def _local_gradients(self, batches: Sequence[Batch], totals: Mapping[str, float]) -> dict[str, Tensor]:
         self._losses_found = []
         self._batches_and_totals = (batches, totals)
         if any(weight.requires_grad for name, weight in self.optimizers.named.items() if ".indexer." not in name):
@@ -225,10 +233,10 @@ class PipelineStep(DistributedStep):
         return torch.cat([x_TD, x_TD.new_zeros(self._tokens - len(x_TD), x_TD.shape[1])])
 
     def _losses_of(
-        self, stage: Stage, batch: Batch, x_TD: Tensor, view: PackedView, totals: Mapping[int, float]
+        self, stage: Stage, batch: Batch, x_TD: Tensor, view: PackedView, totals: Mapping[str, float]
     ) -> dict[str, Tensor]:
         """Losses of a stage by name. `x_TD`: the output of its layers."""
-        losses = dict(self._layer_losses(batch, view, totals))
+        losses = dict(self._layer_losses(batch, totals, view))
         if "index" in losses:
             losses["index"] = losses["index"] * stage.index_share
         if stage.number == self.num_stages - 1:
@@ -239,7 +247,7 @@ class PipelineStep(DistributedStep):
         """Run the backward pass of the indexers' losses, and detach them."""
         for name in ("index", "mtp index"):
             if name in losses and losses[name].requires_grad:
-                (losses[name] * self._weight(name)).backward()
+                (losses[name] * self.cfg.index_weight).backward()
                 losses[name] = losses[name].detach()
 
     def _warmup_pass(self, batch: Batch) -> None:

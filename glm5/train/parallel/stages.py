@@ -23,5 +23,6 @@ def keep_stage(model: Glm5, layout: RowLayout, stage: int, like: Tensor) -> None
     if not last:
         trunk.norm = Elsewhere(like)  # type: ignore[assignment]
         model.lm_head = Elsewhere(like)  # type: ignore[assignment]
+        model.value_head = None
     if stage != 0 and not (last and model.cfg.num_nextn_predict_layers):
         trunk.embed_tokens = Elsewhere(like)  # type: ignore[assignment]

@@ -10,7 +10,6 @@ from torch import Tensor
 from glm5.checkpoint.stream import save_stream
 from glm5.config.model import ModelConfig
 from glm5.config.train import Recipe, StageConfig
-from glm5.model.packed import PackedView
 from glm5.train.attention_recall import RecallView
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
@@ -21,7 +20,7 @@ from glm5.train.parallel.build import ModelShard, build, fill, outline
 from glm5.train.parallel.context import BatchShard
 from glm5.train.parallel.gather import gather_tensors, scatter_tensors
 from glm5.train.parallel.mesh import check_stage
-from glm5.train.parallel.pipeline import PipelineStep, Stage
+from glm5.train.parallel.pipeline import PipelineStep
 from glm5.train.parallel.state_writer import StateWriter
 from glm5.train.parallel.step import DistributedStep, shards_of
 from glm5.train.parallel.training_group import TrainingGroup
@@ -90,12 +89,12 @@ class DistributedTrainer(StageTrainer):
         for first in range(0, len(rows), mesh.shards):
             counts = first + own < len(rows)
             batch = batch_of([rows[first + own if counts else first]], self.device)
-            found = self._on_hidden_states(batch, phase.view(batch), self._counter(batch))
+            found = self.step.on_hidden_states(batch, phase.view(batch), self._counter(batch))
             if counts and found is not None:
                 counted += found
             if phase.learn_index:
                 view = RecallView(batch.lengths, self.device)
-                self._on_hidden_states(batch, view, lambda _: None)
+                self.step.on_hidden_states(batch, view, lambda _: None)
                 recall += torch.tensor([view.kept, view.counted]) if counts else 0.0
         metrics = means(self.team.total(counted))
         kept, total = self.team.total(recall).tolist()
@@ -175,18 +174,6 @@ class DistributedTrainer(StageTrainer):
 
     def _counter(self, batch: Batch) -> Callable[[Tensor], Tensor]:
         return lambda hidden_TD: count(self.step.model, hidden_TD, batch)
-
-    def _on_hidden_states(self, batch: Batch, view: Any, work: Callable[[Tensor], Any]) -> Any:
-        """Call `work` with the hidden states of a forward pass; None on other stages than the last."""
-        step, model = self.step, self.step.model
-        assert isinstance(step, DistributedStep)  # `begin` makes no other
-        if not isinstance(step, PipelineStep):
-            return step.root(lambda: work(model(batch.ids_T, view)))
-
-        def on_last_stage(stage: Stage, x_TD: Tensor, _view: PackedView) -> Any:
-            return work(model.model.norm(x_TD)) if stage.number == step.num_stages - 1 else None
-
-        return step.relay(batch, on_last_stage, lambda: view)[-1]
 
     def _sync_embedding(self) -> None:
         if isinstance(self.step, PipelineStep):

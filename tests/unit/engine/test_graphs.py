@@ -34,7 +34,7 @@ def test_greedy_answers_are_those_of_the_model(model, rng, launch_ahead, depth):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_every_kind_of_sampling(model, rng, depth):
-    """Kinds that are captured, and others, in one batch and alone; log-probabilities and experts come along."""
+    """Kinds that are captured, and others, in one batch and alone; what is reported of tokens comes along."""
     prompts = prompts_of(rng)
     kinds = [
         {"temperature": 0},
@@ -53,6 +53,11 @@ def test_every_kind_of_sampling(model, rng, depth):
         for n, i in enumerate(chosen):
             ranks = [[entry.rank for entry in run.logprobs.get(at, [])] for run, at in ((got, n), (plain, i))]
             assert ranks[0] == ranks[1]
+            masks = got.masks[n], plain.masks[i]
+            # The last of what is kept may be near the first of what is not.
+            assert all(len(own ^ other) <= 2 for own, other in zip(*masks, strict=True))
+            assert bool(masks[0]) == ("top_k" in kinds[i])
+            assert not masks[0] or all(token in mask for token, mask in zip(got.tokens[n], masks[0], strict=True))
             experts = [b"".join(part.experts for part in run.routed[at]) for run, at in ((got, n), (plain, i))]
             assert experts[0][: len(experts[1])] == experts[1][: len(experts[0])]
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport import link as link_module
+from glm5.engine.transport.heartbeat import Silence
 from tests.support.cores import scripted_start
 
 PLAIN = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -342,3 +344,14 @@ def test_the_client_needs_no_torch(checkpoint, temporary):
     with parent:
         assert parent.wait(SECONDS) == 0
     assert ended(pid)
+
+
+def test_silence_is_as_long_as_was_waited_for():
+    silence, long_ago = Silence(first=5, later=2), time.monotonic() - 1000  # this process was stopped meanwhile
+    silence.wait(long_ago, 3)
+    assert (silence.seconds, silence.is_too_long) == (3, False)
+    silence.end()
+    silence.wait(long_ago, 3)
+    assert (silence.seconds, silence.is_too_long) == (3, True)
+    silence.end()
+    assert (silence.seconds, silence.is_too_long) == (0, False)

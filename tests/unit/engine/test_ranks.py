@@ -1,10 +1,14 @@
 """An engine over several processes: the same answers as one of a single process, and the same fate for all of them."""
 
+import asyncio
 import os
 import re
 import select
 import signal
 import subprocess
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,11 +19,14 @@ from glm5.checkpoint.load import load
 from glm5.common.errors import CheckpointError, ConfigError, EngineDead, RequestError
 from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
+from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.build import build_for
 from glm5.engine.distributed.ranks import Ranks
+from glm5.engine.joined import JoinedLLM, forget, share
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.failure import HUNG, LOST
+from glm5.engine.transport.joined import JoinedLink
 from glm5.engine.transport.wire import Dead, Start
 from tests.support.models import random_model
 
@@ -97,6 +104,32 @@ def test_sampled_answers_are_those_of_one(two, alone):
     params = params.but(ignore_eos=True, logit_bias={3: 1.0})
     for ours, whole in zip(answers(two, params), answers(alone, params), strict=True):
         assert [one.token_ids for one in ours.outputs] == [one.token_ids for one in whole.outputs]
+
+
+def test_clients_of_other_processes_are_answered_by_all_ranks(two, alone, checkpoint):
+    """As with --api-server-count. What one of them leaves behind is aborted on every rank, or they would differ."""
+    params = GREEDY.but(logprobs=None, prompt_logprobs=None)
+    (want,) = tokens(answers(alone, params, PROMPTS[1:2]))
+
+    async def answer(engine):
+        async with engine.generate(PROMPTS[1], params) as deltas:
+            return [token_id async for delta in deltas for token_id in delta.token_ids]
+
+    async def leave(engine):
+        async with engine.generate(PROMPTS[0], params.but(max_tokens=300)) as deltas:
+            await anext(deltas)
+            forget(two.client.link, 1)
+            return await answer(engines[1])
+
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, ExitStack() as stack:
+        share(two.client.link, folder)
+        links = [JoinedLink(folder, client) for client in (1, 2)]
+        given = {"generation_config": "vllm", "seed": 0, "table": []}
+        llms = [JoinedLLM(link, Path(checkpoint), **given) for link in links]
+        engines = [stack.enter_context(AsyncEngine(llm)) for llm in llms]
+        assert [asyncio.run(answer(engine)) for engine in engines] == [want, want]
+        assert asyncio.run(leave(engines[0])) == want
+        assert two.stats()["decoding"] == 0
 
 
 def test_pages_from_the_host_reach_every_rank(two, alone):

@@ -1,5 +1,9 @@
 """Running servers on free ports: one with a scripted engine, one with a random model."""
 
+import queue
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import httpx
 import pytest
 
@@ -51,3 +55,25 @@ def model_server():
     llm = LLM(random_model(11, cfg), tiny_tokenizer(), max_num_seqs=4)
     with AsyncEngine(llm) as engine, run_app(engine) as url:
         yield url, engine
+
+
+@pytest.fixture
+def collector():
+    """Of traces: (address, what came there)"""
+    came = queue.Queue()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            came.put((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces", came
+        server.shutdown()
+        thread.join()

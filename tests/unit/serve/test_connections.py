@@ -14,6 +14,7 @@ from glm5.common import open_files
 from glm5.serve.http import connections
 from glm5.serve.http.connections import (
     ACCEPTS_AT_ONCE,
+    BODY,
     IDLE_SECONDS,
     LINGER_SECONDS,
     SPARE_FILES,
@@ -38,6 +39,8 @@ class Wire(asyncio.Transport):
         protocol.connection_made(self)
 
     def write(self, data):
+        if self.has_eof:
+            raise RuntimeError("as asyncio's")
         self.sent += data
 
     def write_eof(self):
@@ -243,6 +246,40 @@ def test_a_body_that_turns_bad_ends_its_request():
     assert left == ["http.disconnect"]
     assert wire.sent.count(b"HTTP/1.1 ") == 1
     assert wire.status == 400
+
+
+def test_parts_of_bodies_go_out_in_order_and_not_to_clients_that_were_refused():
+    bodies = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        body = scope["extensions"][BODY]
+        bodies.append(body)
+        await asyncio.sleep(2)
+        if body.is_open:
+            body.write(b"second")
+            body.flush()
+        await send({"type": "http.response.body", "body": b""})
+
+    async def main():
+        limiter = ConnectionLimiter(60)
+        wires = [open_one(limiter, app) for _ in range(3)]
+        for wire in wires:
+            wire.protocol.data_received(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await asyncio.sleep(1)
+        heads = [wire.sent for wire in wires]
+        for body in bodies:
+            body.write(b"first")
+        wires[1].protocol.data_received(b"zz\r\n")
+        assert [wire.sent for wire in wires] == heads
+        await asyncio.sleep(0)
+        first = b"5\r\nfirst\r\n"
+        assert [wire.sent for wire in wires] == [heads[0] + first, heads[1], heads[2] + first]
+        await asyncio.sleep(5)
+        rest = b"6\r\nsecond\r\n0\r\n\r\n"
+        assert [wire.sent for wire in wires] == [heads[0] + first + rest, heads[1], heads[2] + first + rest]
+
+    run(main)
 
 
 def run(main):

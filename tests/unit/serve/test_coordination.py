@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from glm5.engine.transport.heartbeat import Silence
 from glm5.serve.coordination.coordinator import Coordinator, Member
 from glm5.serve.coordination.messages import Abort, Figures, NameWeights, Report, ToFrontEnd, ToMain
 from glm5.serve.coordination.peer import Peer
@@ -25,7 +26,7 @@ class FrontEnd:
     """A front end without HTTP: what the main process tells it is noted, and answered."""
 
     def __init__(self, coordinator, client):
-        self.member, self.coordinator = Member(client), coordinator
+        self.member, self.coordinator = Member(client, Silence(SECONDS, SECONDS)), coordinator
         self.page, self.num_active, self.told, self.is_silent = Page({}), 0, [], False
         self.served = self.page.counter("served_total", "Served.", "code")
         self.seconds = self.page.histogram("seconds", "Seconds.", [1, 10])

@@ -64,7 +64,6 @@ BAD = [
     ({"n": True}, "n is True; allowed: an integer", "n"),
     ({"logprobs": 3}, "logprobs is 3; allowed: true or false", "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs is 3; allowed: only with logprobs true", "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; allowed: None, or 0 to 20", "top_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs is -1; allowed: ", "prompt_logprobs"),
     ({"logit_bias": {"a": 1}}, "logit_bias is {'a': 1}; allowed: a mapping of token ids to numbers", "logit_bias"),
     ({"frequency_penalty": 3}, "frequency_penalty is 3.0; allowed: -2 to 2", "frequency_penalty"),

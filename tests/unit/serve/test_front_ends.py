@@ -24,7 +24,7 @@ from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.engine.transport.failure import is_stopped
-from glm5.serve.coordination.front_ends import FrontEnds
+from glm5.serve.coordination.front_ends import SILENT_SECONDS, FrontEnds
 from glm5.serve.http.server import bind
 from glm5.serve.operations import supervise
 from glm5.serve.operations.supervise import ServerSetup
@@ -45,10 +45,11 @@ KEYS = [
 class Cluster:
     """A server of two front ends under a supervisor, and clients of either."""
 
-    def __init__(self, folder, listener):
+    def __init__(self, folder, listener, traces_endpoint):
         self.folder = str(folder)
         state = ServerState()
-        settings = ServeConfig(model=self.folder, served_model_name=("tiny",), api_server_count=2, max_queue=50)
+        given = {"model": self.folder, "served_model_name": ("tiny",), "otlp_traces_endpoint": traces_endpoint}
+        settings = ServeConfig(**given, api_server_count=2, max_queue=50)
         self.front = FrontEnds(2, settings, KEYS, state, listener)
         self.engine: AsyncEngine | None = None
         self.num_times_up = threading.Semaphore(0)
@@ -79,8 +80,12 @@ class Cluster:
 
     def pids(self) -> list[int]:
         """Of the front ends that serve."""
-        serving = {member.client for member in list(self.front._serving)}
-        return [process.pid for client, process in sorted(self.front.processes.items()) if client in serving]
+        found = [self.pid_of(member) for member in sorted(self.front._serving, key=lambda member: member.client)]
+        return [pid for pid in found if pid is not None]
+
+    def pid_of(self, member) -> int | None:
+        process = self.front.processes.get(member.client)
+        return None if process is None else process.pid
 
     @contextmanager
     def only(self, pid):
@@ -194,14 +199,31 @@ def limits_and_aborts_hold_for_both(cluster, pool, a):
     assert code_of(generate(d, headers=BOB)) == (429, "rate_limit_exceeded")
 
 
-def a_killed_front_end_is_replaced(cluster, pool):
+def kill(_, pid):
+    os.kill(pid, signal.SIGKILL)
+
+
+def hang(cluster, pid):
+    """Stop it, and have its silence count for as long as it takes the watchdog to see it."""
+    (silence,) = [member.silence for member in list(cluster.front._serving) if cluster.pid_of(member) == pid]
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: is_stopped(pid))
+
+    def is_gone():
+        silence.seconds = 2 * SILENT_SECONDS  # a heartbeat that was under way ends it once more
+        return pid not in cluster.pids()
+
+    until(is_gone)
+
+
+def a_front_end_that_is_lost_is_replaced(cluster, pool, lose):
     (a, b), (pid, _) = cluster.clients_of_both(), cluster.pids()
     before = metric(a, "vllm:generation_tokens_total"), metric(b, "http_requests_total")
     admin(b, "/pause_generation", mode="in_place")
     lost = pool.submit(generate, a, 5, "lost", 40)
     kept = pool.submit(generate, cluster.client(cluster.pids()[1]), 5, "kept", 40)
     cluster.wait_for(2)
-    os.kill(pid, signal.SIGKILL)
+    lose(cluster, pid)
     with pytest.raises(httpx.RemoteProtocolError):
         lost.result(SECONDS)
     cluster.wait_for(1)
@@ -235,7 +257,7 @@ def a_killed_engine_is_started_again(cluster, pool):
 def sigterm_lets_both_finish(cluster, pool):
     (a, b), (c, d) = cluster.clients_of_both(), cluster.clients_of_both()
     admin(a, "/pause_generation", mode="in_place")
-    running = [pool.submit(generate, http, 5, None, 40) for http in (a, b)]
+    running = [pool.submit(generate, http, 5, f"last-{i}", 40) for i, http in enumerate((a, b))]
     cluster.wait_for(2)
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: c.get("/ready").status_code == 503)
@@ -244,7 +266,8 @@ def sigterm_lets_both_finish(cluster, pool):
     assert [each.result(SECONDS).json()["output_ids"] for each in running] == [list(range(6, 46))] * 2
 
 
-def test_two_front_ends(tmp_path, monkeypatch):
+def test_two_front_ends(tmp_path, monkeypatch, caplog, collector):
+    address, came = collector
     write_random(preset("tiny"), tmp_path / "tiny", seed=3)
     monkeypatch.setattr("glm5.engine.llm.Start", partial(scripted_start, "ok"))
 
@@ -256,7 +279,8 @@ def test_two_front_ends(tmp_path, monkeypatch):
                 both_answer_alike(a, b)
                 responses_are_stored_for_both(a, b)
                 limits_and_aborts_hold_for_both(cluster, pool, a)
-                a_killed_front_end_is_replaced(cluster, pool)
+                for lose in (kill, hang):
+                    a_front_end_that_is_lost_is_replaced(cluster, pool, lose)
                 a_killed_engine_is_started_again(cluster, pool)
                 sigterm_lets_both_finish(cluster, pool)
         except BaseException:
@@ -264,10 +288,14 @@ def test_two_front_ends(tmp_path, monkeypatch):
             raise
 
     with bind("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
-        cluster = Cluster(tmp_path / "tiny", listener)
+        cluster = Cluster(tmp_path / "tiny", listener, address)
         acting = pool.submit(act, cluster)
         supervise.run(cluster.setup, listener)
         acting.result(SECONDS)
     assert not cluster.front.processes
+    assert "; it was stopped, and is killed" in caplog.text
+    traced = b"".join(content for _, content in came.queue)
+    assert b"last-0" in traced
+    assert b"last-1" in traced
     for http in cluster.clients:
         http.close()

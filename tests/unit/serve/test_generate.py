@@ -26,10 +26,11 @@ BUDGET = 1e-4  # float32, in the server's batches
 
 @pytest.fixture(scope="module")
 def http():
-    """A server that asks for a key, and records experts."""
+    """A server that asks for a key, records experts and returns sampling masks."""
     cfg = preset("tiny").replace(eos_token_id=tiny_tokenizer().eos_ids)
     llm = LLM(random_model(11, cfg), tiny_tokenizer(), max_num_seqs=4, enable_return_routed_experts=True)
-    with AsyncEngine(llm) as engine, served(engine, key("user"), enable_return_routed_experts=True) as client:
+    flags = {"enable_return_routed_experts": True, "return_sampling_mask": True}
+    with AsyncEngine(llm) as engine, served(engine, key("user"), **flags) as client:
         client.headers.update(bearer("user"))
         yield client
 
@@ -144,6 +145,48 @@ def test_a_stream_adds_up(http):
     assert whole["choices"][0]["token_ids"] != whole["choices"][1]["token_ids"]
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"top_k": 5, "temperature": 2.0},
+        {"top_k": 40, "top_p": 0.7, "n": 2},
+        {"top_k": 300, "min_p": 0.2, "temperature": 0.6, "logit_bias": {"5": 3.0}, "allowed_token_ids": [*range(60)]},
+        {"top_k": 9, "stop": [" "], "max_tokens": 100},
+    ],
+    ids=str,
+)
+def test_masks_hold_what_tokens_were_drawn_from(sampling, http):
+    """A trainer that normalizes over the mask finds the log-probabilities that were told."""
+    for choice in post(http, sampling=sampling)["choices"]:
+        token_ids, masks, told = choice["token_ids"], choice["sampling_mask"], logprobs_of(choice)
+        logits_TW = random_model(11, preset("tiny")).logits([*IDS, *token_ids][:-1]).double()[len(IDS) - 1 :]
+        logits_TW[:, 5] += sampling.get("logit_bias", {}).get("5", 0.0)
+        logits_TW /= sampling.get("temperature", 1.0)
+        for token_id, mask, logprob, logits_W in zip(token_ids, masks, told, logits_TW, strict=True):
+            assert mask == sorted(set(mask))
+            assert len(mask) <= sampling["top_k"]
+            assert logits_W[mask].log_softmax(-1)[mask.index(token_id)].item() == pytest.approx(logprob, abs=BUDGET)
+        assert any(
+            abs(row.log_softmax(-1)[token_id].item() - logprob) > 100 * BUDGET
+            for token_id, logprob, row in zip(token_ids, told, logits_TW, strict=True)
+        )  # the control
+
+
+def test_a_stream_has_the_masks_of_its_tokens(http):
+    fields = {"sampling_params": {"max_tokens": 5, "logprobs": 1, "seed": 3, "top_k": 4, "ignore_eos": True}}
+    (whole,) = http.post(PATH, json={"token_ids": IDS, **fields}).json()["choices"]
+    parts = [part for chunk in streamed(http, **fields) for part in chunk["choices"]]
+    assert all(len(part["sampling_mask"]) == len(part["token_ids"]) for part in parts)
+    assert [mask for part in parts for mask in part["sampling_mask"]] == whole["sampling_mask"]
+
+
+def test_a_mask_of_all_tokens_is_none(http, model_server):
+    for sampling in ({}, {"temperature": 0, "top_k": 3}, {"top_k": -1, "top_p": 1.0, "min_p": 0.0}):
+        assert post(http, sampling=sampling)["choices"][0]["sampling_mask"] is None
+    with httpx.Client(base_url=model_server[0], timeout=60) as without:
+        assert "sampling_mask" not in post(without, sampling={"top_k": 3})["choices"][0]
+
+
 def experts_of(choice):
     routed = choice["routed_experts"]
     rows = np.frombuffer(base64.b64decode(routed["data"]), dtype=routed["dtype"]).reshape(routed["shape"])
@@ -209,6 +252,8 @@ def test_defaults_are_vllms_and_the_answer_may_fill_the_context(http, scripted_s
         ({"ids": [-1]}, "token_ids", "allowed: 0 to 319"),
         ({"ids": "text"}, "token_ids", "allowed: a list"),
         ({"ids": [1] * CONTEXT}, "token_ids", "the context holds 1024 tokens"),
+        ({"sampling": {"top_p": 0.9}}, "sampling_params.top_k", "is 0; allowed: 1 to 2048 with sampling masks"),
+        ({"sampling": {"top_k": 2049}}, "sampling_params.top_k", "is 2049; allowed: 1 to 2048 with sampling masks"),
         ({"features": {}}, "features", "is not supported"),
         ({"return_sampling_mask": True}, "return_sampling_mask", "is not supported"),
         ({"stream_options": {}}, "stream_options", "are for streams"),

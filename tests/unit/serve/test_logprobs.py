@@ -270,3 +270,36 @@ def test_processed_text_and_prompts(processed):
     asked = {"prompt": PROMPT, "logprobs": 0, "max_tokens": 2, "return_tokens_as_token_ids": False}
     named = processed.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]["tokens"]
     assert not [name for name in named if name.startswith("token_id:")], "the request decides"
+
+
+SEVERAL = {"prompt": PROMPT, "max_tokens": 2}
+ROUTES = [
+    ("/v1/completions", "logprobs", lambda n: SEVERAL | {"logprobs": n}),
+    ("/v1/completions", "prompt_logprobs", lambda n: SEVERAL | {"prompt_logprobs": n}),
+    ("/v1/chat/completions", "top_logprobs", lambda n: {"messages": ASK, "logprobs": True, "top_logprobs": n}),
+    ("/v1/responses", "top_logprobs", lambda n: {"input": "hi", "top_logprobs": n}),
+    ("/generate", "top_logprobs_num", lambda n: {"text": "hi", "return_logprob": True, "top_logprobs_num": n}),
+    (
+        "/inference/v1/generate",
+        "sampling_params.logprobs",
+        lambda n: {"token_ids": [1], "sampling_params": {"logprobs": n}},
+    ),
+]
+
+
+def test_as_many_as_the_engine_allows_and_no_more():
+    """TRL asks for 100."""
+    llm = LLM(random_model(11), TOKENIZER, max_num_seqs=4, max_model_len=128, max_logprobs=100)
+    with AsyncEngine(llm) as engine, served(engine) as http:
+        (first, *_) = http.post("/v1/completions", json=SEVERAL | {"logprobs": 100}).json()["choices"]
+        assert len(first["logprobs"]["top_logprobs"][0]) in (100, 101)  # with the token itself
+        for path, param, body in ROUTES:
+            answer = http.post(path, json=body(101))
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, param)
+            assert "is 101; allowed: None, or 0 to 100 (max_logprobs of the engine)" in error["message"]
+
+
+def test_no_more_than_there_are_tokens():
+    with LLM(random_model(11), TOKENIZER, max_logprobs=1000) as llm:
+        assert llm.client.info.max_logprobs == 320

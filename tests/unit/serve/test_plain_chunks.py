@@ -1,18 +1,22 @@
 """Chunks of which only a text is serialized anew are the chunks that are serialized as a whole."""
 
 import socket
+from functools import partial
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
 
 from glm5.chat.events import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from glm5.engine.frontend.outputs import Delta, Piece
+from glm5.engine.sampling.params import SamplingParams
 from glm5.serve.chat.answer import ChatAnswer
 from glm5.serve.chat.body import ChatBody
 from glm5.serve.completions.answer import CompletionAnswer, PromptInput
 from glm5.serve.completions.body import CompletionBody
-from glm5.serve.generation.job import Step, Usage
+from glm5.serve.generation.job import Job, Reader, Step, Usage, _DeltaReader, _send_now
 from glm5.serve.generation.logprobs import TokenTexts
-from glm5.serve.http.sse import event
+from glm5.serve.http.sse import Tap, event
 from tests.support.tokenizers import tiny_tokenizer
 
 TEXTS = ["a", " the", '"', "\\", "\n", "é", "日", "😀", "\ufffd", "\ud800", "", "\0", "</script>", "x" * 50]
@@ -68,6 +72,36 @@ def test_completions(options, rng):
             usage.completion_tokens += len(step.token_ids)
             counted = usage if body.repeats_usage else None
             assert short.event(number, step, counted) == written(long.chunk(number, step, counted))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_what_is_sent_past_the_stream_s_task_is_the_chunk_of_the_step(options, rng, monkeypatch):
+    """Deltas with reasoning, text, tags, and pieces without text, of one or several tokens."""
+    monkeypatch.setattr("glm5.chat.parser.uuid.uuid4", lambda: SimpleNamespace(hex="id"))
+    tokenizer, body = tiny_tokenizer(), ChatBody.model_validate({"messages": [], "stream": True, **options})
+    names = [tokenizer.id_of(tag) for tag in ("</think>", "<tool_call>", "</tool_call>")]
+    job = Job("id", [1], SamplingParams(), reader=Reader(tokenizer, reasoning=True, parse_tools=True))
+    sent, are_plain = [], set()
+    for _ in range(20):
+        answers = [ChatAnswer(body, "id", "model", [1, 2], SPELLER) for _ in range(2)]
+        answers[1].head = answers[0].head
+        usages = [Usage(3), Usage(3)]
+        reader, other_reader = (_DeltaReader(job, usage) for usage in usages)
+        tap = Tap(partial(answers[0].event, usage=usages[0]), answers[0].plain_events)
+        tap.out = SimpleNamespace(is_open=True, write_now=sent.append)
+        for _ in range(60):
+            pieces = [Piece(None, rng.choice(TEXTS)) for _ in range(rng.choice([0, 1, 1, 1, 2]))]
+            if rng.random() < 0.1:
+                name = rng.choice(names)
+                pieces.append(Piece(name, tokenizer.decode([name])))
+            delta = Delta((1,) * max(1, len(pieces)), tuple(pieces), index=rng.randrange(body.n))
+            sent.clear()
+            assert _send_now(tap, reader, delta)
+            step = other_reader.step(delta, other_reader.events(delta))
+            assert b"".join(sent).decode() == written(answers[1].chunk(step, usages[1]))
+            assert usages[0] == usages[1]
+        are_plain.add(bool(answers[0].plain_events))
+    assert (True in are_plain) == ("return_token_ids" not in options and not body.repeats_usage)
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])

@@ -402,7 +402,6 @@ BAD = [
     ({"max_output_tokens": 5000}, "the context holds 512 tokens", "max_output_tokens"),
     ({"input": "x" * 100_000}, "the context holds 512 tokens", "input"),
     ({"temperature": -1}, "temperature is -1.0; allowed: ", "temperature"),
-    ({"top_logprobs": 21}, "top_logprobs is 21; allowed: ", "top_logprobs"),
     ({"include": ["everything"]}, "include holds 'everything'; allowed: ", "include"),
     ({"text": {"format": {"type": "xml"}}}, "text.format is {'type': 'xml'}; allowed: ", "text.format"),
     ({"text": {"verbosity": "low"}}, "text.verbosity is 'low'; allowed: 'medium'", "text.verbosity"),

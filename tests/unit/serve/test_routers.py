@@ -173,7 +173,9 @@ def test_sources_of_kv_events(server, real):
 
 def test_sources_on_all_addresses(monkeypatch):
     engine = scripted()
-    engine.info = engines.ScriptedEngine.info.__class__(64, 9, 8, 9, 9, 0, 9, routed_experts=False, table=[])
+    engine.info = engines.ScriptedEngine.info.__class__(
+        64, 9, 8, 9, 9, 0, 9, max_logprobs=20, routed_experts=False, table=[]
+    )
     engine.info.kv_events = KvEventSource("tcp://0.0.0.0:5557", "tcp://[::]:5558", "")
     with served(engine) as http:
         (source,) = http.get("/kv_event_sources").json()

@@ -1,10 +1,7 @@
 """Traces: one of each HTTP request, with the engine's work in it and nothing of its text; sent where they should be."""
 
-import http.server
 import json
-import queue
 import sys
-import threading
 
 import httpx
 import pytest
@@ -52,28 +49,6 @@ def test_a_request_is_one_trace_with_the_engine_s_work_in_it():
     assert not any("secret" in json.dumps(json.loads(span.to_json())) for span in spans)
 
 
-@pytest.fixture
-def collector():
-    """(address, what came there)"""
-    came = queue.Queue()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            came.put((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", came
-        server.shutdown()
-        thread.join()
-
-
 def test_traces_are_sent_at_the_latest_at_the_end(collector):
     address, came = collector
     tracing = Tracing.to(address)
@@ -85,7 +60,9 @@ def test_traces_are_sent_at_the_latest_at_the_end(collector):
     assert b"glm5" in content
 
 
-def test_without_the_extra_it_is_named(monkeypatch, capsys):
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_without_the_extra_it_is_named(processes, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    assert main(["serve", "no/such/model", "--otlp-traces-endpoint", "http://localhost:4318/v1/traces"]) == 1
+    flags = ["--api-server-count", processes, "--otlp-traces-endpoint", "http://localhost:4318/v1/traces"]
+    assert main(["serve", "no/such/model", *flags]) == 1
     assert capsys.readouterr().err.endswith("run  pip install 'glm5[otel]'\n")

@@ -30,7 +30,7 @@ from glm5.engine.runner.inputs.batch import Batch, Ints, arrays, padding_batch
 from glm5.engine.runner.inputs.slot_state import SlotState
 from glm5.engine.runner.inputs.view import StepView
 from glm5.engine.sampling import Rows, Sampled, Sampler, accept
-from glm5.engine.sampling.params import Feature
+from glm5.engine.sampling.params import REPORTS, Feature
 from glm5.kernels.commit_tokens import CommittedTokens, commit_tokens
 from glm5.kernels.step_rows import StepRows
 
@@ -133,7 +133,7 @@ class DecodeSteps:
         self._is_warm = False
 
     def run(self, batch: Batch, shape: Shape, max_end: int, draft_depth: int) -> tuple[Buffers, Sampled | None]:
-        """Enqueue a step. Its results are in the buffers, except for log-probabilities."""
+        """Enqueue a step. Its results are in the buffers, except for what is reported of tokens."""
         self.graphs.forget_if_moved()
         buffers, context_bucket = self.buffers(shape), context_bucket_of(max_end, self.context_buckets)
         buffers.load(batch)
@@ -145,9 +145,7 @@ class DecodeSteps:
         else:
             found = self._sample(buffers, None, batch.sample_slot_T)
         if draft_depth:
-            kind = tables.features_of(batch.sampling_slot_B) & ~(
-                Feature.PERMITTED | Feature.LOGPROBS | Feature.TEMPERED
-            )
+            kind = tables.features_of(batch.sampling_slot_B) & ~(Feature.PERMITTED | REPORTS | Feature.TEMPERED)
             if kind in KINDS and draft_depth == shape.depth:
                 key = "draft", shape, context_bucket, kind
                 self._do(

@@ -1,5 +1,5 @@
-"""Tempered log-probabilities are those of the distribution that tokens are drawn from, against float64; a prompt's are
-at the request's temperature."""
+"""Tempered log-probabilities are those of the distribution that tokens are drawn from, against float64, and sampling
+masks its tokens; a prompt's log-probabilities are at the request's temperature."""
 
 import math
 
@@ -68,11 +68,24 @@ def distribution(logits_W, params: SamplingParams) -> torch.Tensor:
     return left.log_softmax(-1)
 
 
+def has_mask(params) -> bool:
+    return params.top_k > 0 and not params.greedy
+
+
+def mask(got, row) -> list[int]:
+    return [token_id for token_id in got.mask_TU[row].tolist() if token_id >= 0]
+
+
 def sampled(names, logits_TW):
     """One row for each set of parameters, all in one batch."""
     params = [SamplingParams(**PARAMS[name], logprobs=20) for name in names]
     sampler = Sampler(len(params), VOCAB)
-    sampler.place([Placement(i, one, 7, PROMPT, OUTPUT, bad_words=BAD) for i, one in enumerate(params)])
+    sampler.place(
+        [
+            Placement(i, one, 7, PROMPT, OUTPUT, bad_words=BAD, sampling_mask=has_mask(one))
+            for i, one in enumerate(params)
+        ]
+    )
     slots = torch.arange(len(params))
     rows = Rows(slots.numpy(), slots, torch.full_like(slots, 6), torch.zeros_like(slots))
     return params, sampler.sample(logits_TW, rows)
@@ -99,6 +112,8 @@ def test_tempered_is_of_the_distribution_that_is_drawn_from(names, seed):
         assert error(got.logprobs.tempered_T[row, None], want[token][None]) < BUDGET
         assert error(got.logprobs.top_tempered_TU[row], want[likeliest]) < BUDGET
         assert error(got.logprobs.logprob_T[row, None], own[token][None]) < BUDGET  # the model's own stay that
+        if has_mask(one):
+            assert mask(got, row) == want.isfinite().nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("name", sorted(PARAMS.keys() - {"plain", "temperature", "greedy"}))
@@ -112,13 +127,17 @@ def test_the_budget_notices_what_is_left_out(name, seed):
     assert not shown.all() or (found - plain[got.logprobs.top_token_TU[0]]).abs().max() > 100 * BUDGET
 
 
-def test_a_row_has_the_same_bits_beside_others(seed):
+@pytest.mark.parametrize("cached", [VOCAB, 1 << 18])
+def test_a_row_has_the_same_bits_beside_others(cached, seed, monkeypatch):
+    monkeypatch.setattr("glm5.engine.sampling.sampler._CACHED", cached)  # one row at a time, or all
     logits = make(len(PARAMS), seed)
     _, together = sampled(list(PARAMS), logits)
     for row, name in enumerate(PARAMS):
         _, alone = sampled([name], logits[row : row + 1])
         assert torch.equal(alone.logprobs.tempered_T[0], together.logprobs.tempered_T[row]), name
         assert torch.equal(alone.logprobs.top_tempered_TU[0], together.logprobs.top_tempered_TU[row])
+        if has_mask(SamplingParams(**PARAMS[name])):
+            assert mask(alone, 0) == mask(together, row)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9, 1.0, 2.0])

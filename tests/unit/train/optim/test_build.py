@@ -37,7 +37,9 @@ def steps(of: Glm5, by: Optimizers, numbers: range) -> None:
 
 
 def test_every_parameter_has_a_rule_and_every_rule_a_parameter():
-    names = [name for name, _ in model().named_parameters()]
+    whole = model()
+    whole.add_value_head()
+    names = [name for name, _ in whole.named_parameters()]
     assert {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names} == TABLE.keys()
     with pytest.raises(ConfigError, match=r"no rule for the parameter model\.layers\.0\.new\.weight"):
         rule_of("model.layers.0.new.weight", OptimizerConfig())

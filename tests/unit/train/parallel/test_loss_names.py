@@ -1,4 +1,4 @@
-"""A loss that ranks do not know of is an error there, rather than missing in the report."""
+"""A loss that a step does not know of is one clear error, rather than missing in the sum or the report."""
 
 from types import SimpleNamespace
 
@@ -6,20 +6,26 @@ import pytest
 import torch
 
 from glm5.common.errors import TrainingError
-from glm5.train.parallel.step import LOSSES, DistributedStep
+from glm5.config.step import LossConfig
+from glm5.train.objective import NextToken
+from glm5.train.parallel.step import DistributedStep
 
 
-def everywhere(losses):
+def step() -> DistributedStep:
     step = DistributedStep.__new__(DistributedStep)
     step.team = SimpleNamespace(device="cpu", total=lambda sums: 2 * sums)
-    return step._sum_over_all_ranks({name: torch.tensor(value) for name, value in losses.items()})
+    step.cfg = LossConfig()
+    step.objective = NextToken(step.cfg, has_mtp=True)
+    return step
 
 
 def test_losses_are_added_up_by_name():
-    given = {name: float(i) for i, name in enumerate(LOSSES) if i % 2}
-    assert everywhere(given) == {name: 2 * value for name, value in given.items()}
+    given = {name: float(i) for i, name in enumerate(step().factors) if i % 2}
+    got = step()._sum_over_all_ranks({name: torch.tensor(value) for name, value in given.items()})
+    assert got == {name: 2 * value for name, value in given.items()}
 
 
 def test_a_loss_of_another_name_is_refused():
-    with pytest.raises(TrainingError, match=r"loss 'new' cannot be added up over ranks; allowed: index, balance, loss"):
-        everywhere({"loss": 1.0, "new": 2.0})
+    losses = {"loss": torch.ones((), requires_grad=True), "new": torch.ones(())}
+    with pytest.raises(TrainingError, match=r"loss 'new' is none of this step's; allowed: index, balance, loss, mtp"):
+        step()._weighted(losses)

@@ -1,0 +1,25 @@
+"""`glm5 rl`: reinforcement learning by a recipe."""
+
+import argparse
+import json
+
+from glm5.cli.flags import add_flags, read
+from glm5.cli.parser import Parser
+from glm5.common.console import out
+from glm5.config.rl import RLConfig, read_rl_recipe
+
+
+def add(parser: Parser) -> None:
+    add_flags(parser, RLConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = read(RLConfig, args)
+    recipe = read_rl_recipe(settings.recipe, settings.set)
+    if settings.dry_run:
+        out(json.dumps(json.loads(recipe.model_dump_json()), indent=2))
+        return 0
+    from glm5.rl.loop import run as train
+
+    out(f"trained: {train(recipe, restart=settings.restart)}")
+    return 0

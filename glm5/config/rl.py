@@ -1,0 +1,198 @@
+"""A recipe of reinforcement learning, which `glm5 rl RECIPE.toml` reads. It lists only what differs from the defaults.
+
+    [model]          the policy: a checkpoint, or a preset           [[environment]]   what is asked, drawn by weight
+    [warm_start]     supervised steps that teach legal replies       [rollouts]        how replies are sampled
+    [algorithm]      advantages and the weight of each token         [optimizer]       config/step.py
+    [evaluation]     held-out tasks                                  [records]         what is kept of rollouts
+
+Sources of the defaults: GLM-5 report, equation 1 (reasoning RL); where it is silent, the usual choice, said beside the
+field.
+"""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from glm5.config.command import Command, Positional
+from glm5.config.step import NotNegative, OptimizerConfig, Positive, Section
+from glm5.config.toml import read_toml
+from glm5.config.train import Count, ModelSection, Name, Place, Workers
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class RLConfig(Command):
+    """Train a policy by reinforcement learning, by a recipe. The same command resumes an interrupted run."""
+
+    recipe: Annotated[str, Positional()]
+    """TOML file."""
+    set: tuple[str, ...] = ()
+    """KEY=VALUE: a value of the recipe by its path, such as rollouts.groups=16."""
+    dry_run: bool = False
+    """Print the resolved recipe and what it needs in parameters, memory and time; train nothing."""
+    restart: bool = False
+    """Delete the folder of the run and start over."""
+    unsafe_local: bool = False
+    """Run what a policy writes as this user, without a sandbox, where no sandbox can be had."""
+
+
+class EnvironmentSection(Section):
+    """An environment, and the level of its tasks."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    """A name that docs/rl.md lists, or package.module:name."""
+    weight: Positive = 1.0
+    """Share of the groups, relative to the other environments."""
+    level: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Difficulty of the tasks; with a ladder, that of the first ones."""
+    tasks: Count | None = None
+    """Number of different tasks to train on. Default: new ones all the time."""
+    first_task: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    """Seed of the first task; the others have the seeds after it."""
+    ladder: Share | None = None
+    """Mean reward of a level over the last groups from which on the next level is asked. Default: the level stays."""
+
+
+class WarmStart(Section):
+    """Supervised steps on legal replies before the first rollout, so that sampling finds any. Replies are random, or
+    the environment's own solution where it cannot reply at random."""
+
+    steps: Count
+    conversations: Count = 64
+    """Of a step."""
+    lr: Positive = 1e-3
+
+
+class AlgorithmSection(Section):
+    """What a token of a rollout counts, and how."""
+
+    name: str = "grpo"
+    """grpo, grpo-no-std, dis, gspo, cispo, dppo, kpop, flash-reinforce or tis (docs/rl.md)."""
+    parameters: dict[str, float] = {}
+    """Of the algorithm, such as beta = 2."""
+    entropy: NotNegative = 0.0
+    """Factor of the entropy bonus."""
+    reference_kl: NotNegative = 0.0
+    """Factor of the KL divergence to the model that the run began with. The report has none."""
+    steps_per_batch: Count = 1
+    """Optimizer steps for each batch of rollouts. 1: on-policy, as reported."""
+
+
+class Rollouts(Section):
+    """How the policy is sampled."""
+
+    groups: Annotated[int, Field(ge=1, le=10**5)] = 32
+    """Tasks of a step. The report: 32."""
+    group_size: Annotated[int, Field(ge=1, le=10**4)] = 32
+    """Rollouts of each task. The report: 32."""
+    temperature: Annotated[float, Field(ge=0.1, le=2)] = 1.0
+    """Not published."""
+    top_p: Share = 1.0
+    top_k: Annotated[int, Field(ge=0, le=10**6)] = 0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    max_tokens: Annotated[int, Field(ge=1, le=10**6)] = 512
+    """Tokens of a reply."""
+    max_model_len: Annotated[int, Field(ge=16, le=2**24)] = 2048
+    """Tokens of a conversation."""
+    enable_thinking: bool = False
+    """Render prompts so that replies begin with reasoning."""
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=8)] = 0
+    """Tokens that the MTP layer drafts in a step. Answers do not depend on it."""
+    deterministic: bool = True
+    """The engine's deterministic mode: a run can be repeated, and resumed to the same bits."""
+    concurrency: Count | None = None
+    """The most conversations at a time. Default: all of a step."""
+    sleep: bool = False
+    """Free the engine's KV cache while the trainer works, for a device that both share."""
+    kv_cache_gb: Positive | None = None
+    """Memory of the engine's KV cache. Default: what the step's conversations need at most."""
+
+
+class Evaluation(Section):
+    """Held-out tasks: their seeds are never trained on."""
+
+    every: Count = 20
+    """Steps between evaluations. There is one before the first step, too."""
+    tasks: Count = 64
+    """Of each environment."""
+    samples: Count = 1
+    """Replies to each task, at the rollouts' temperature: pass@1 and pass@samples. With 1, replies are greedy."""
+
+
+class Records(Section):
+    """Rollouts on disk, for `glm5 rl view` and `glm5 rl replay`."""
+
+    every: Annotated[int, Field(ge=0)] = 1
+    """Steps between those that are kept. 0: none."""
+    max_gb: Positive = 2.0
+    """Disk space for them; the oldest are deleted first."""
+    state_every: Count = 10
+    """Steps between saved states, from which a run resumes, and a step is replayed."""
+
+
+class RLRecipe(Section):
+    """A whole run."""
+
+    name: Name
+    out: Place | None = None
+    """Folder of the run. Default: runs/NAME."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
+    threads: Workers | None = None
+    """Torch's threads in trainer and engine. Sums are ordered by it. Default: 1 on a CPU."""
+    steps: Count
+    """Steps: each has a batch of rollouts."""
+    lr: Positive
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    final_lr: NotNegative | None = None
+    """Rate of the last step, towards which it falls linearly. Default: the same."""
+    pass_tokens: Annotated[int, Field(ge=64, le=2**24)] = 16384
+    """Tokens that go through the model at once in training."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """Processes of environments."""
+    train_indexers: bool = False
+    """The report freezes the indexers in RL."""
+    balance_step: NotNegative = 0.0
+    """How far a router's selection bias moves in a step towards an even load. 0: frozen."""
+    reset_optimizer: bool = False
+    """Zero the optimizer's state after each step's push of the weights."""
+    tensorboard: bool = False
+    """Write TensorBoard's files too, into OUT/tensorboard. Needs the extra tensorboard."""
+    wandb: bool = False
+    """Log to Weights & Biases too. Needs the extra wandb."""
+    peak_tflops: Positive | None = None
+    """What the device can do in this dtype; with it, MFU is shown."""
+    model: ModelSection
+    optimizer: OptimizerConfig = OptimizerConfig(kind="adamw", weight_decay=0.0)
+    """AdamW by default, which the report does not say; kind = "muon" is an option."""
+    warm_start: WarmStart | None = None
+    algorithm: AlgorithmSection = AlgorithmSection()
+    rollouts: Rollouts = Rollouts()
+    environment: Annotated[tuple[EnvironmentSection, ...], Field(min_length=1)]
+    evaluation: Evaluation = Evaluation()
+    records: Records = Records()
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out if self.out is not None else f"runs/{self.name}")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        names = [one.name for one in self.environment]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two environments are called {twice[0]}")
+        if self.lr_warmup_steps >= self.steps:
+            raise ValueError(f"lr_warmup_steps {self.lr_warmup_steps} must be below steps {self.steps}")
+        return self
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        last = self.lr if self.final_lr is None else self.final_lr
+        falling = self.lr + (last - self.lr) * step / max(1, self.steps - 1)
+        return falling * min(1.0, (step + 1) / (self.lr_warmup_steps + 1))
+
+
+def read_rl_recipe(path: str | Path, settings: tuple[str, ...] = ()) -> RLRecipe:
+    """The recipe of a file with `settings` (KEY=VALUE) over it. Raises ConfigError naming the file and the key."""
+    return read_toml(path, settings, RLRecipe)

@@ -1,0 +1,109 @@
+"""What a run needs, by its recipe: the model, its tokenizer and template, the engine that samples it."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import torch
+
+from glm5.chat.template import ChatTemplate
+from glm5.chat.tokenizer import Tokenizer, train_bpe
+from glm5.checkpoint.resolve import resolve
+from glm5.common.errors import ConfigError
+from glm5.config.rl import RLRecipe
+from glm5.engine import AsyncEngine
+from glm5.model.glm5 import Glm5
+from glm5.rl.environments.play import play_oracle, play_randomly
+from glm5.rl.environments.protocol import Environment, Message, Task
+from glm5.rl.environments.table import make
+from glm5.train.build import TEMPLATE, build_model, model_config, with_tokenizer
+from glm5.train.state import writing_to
+
+logger = logging.getLogger(__name__)
+
+SHOWN_GAMES = 400  # of each environment, from which a tokenizer is learnt
+_GIB = 2**30
+
+
+class PolicyBuilder:
+    """The parts of a run. `out`: its folder. Raises ConfigError and CheckpointError."""
+
+    def __init__(self, recipe: RLRecipe, out: Path) -> None:
+        self.recipe, self.out = recipe, out
+        self.environments = {one.name: make(one.name) for one in recipe.environment}
+        for one in recipe.environment:
+            if one.level >= (levels := self.environments[one.name].levels):
+                raise ConfigError(f"environment {one.name}: level: got {one.level}; allowed: 0 to {levels - 1}")
+        self.assets = self._assets()
+        self.tokenizer = Tokenizer.from_dir(self.assets)
+        self.template = ChatTemplate.for_checkpoint(self.assets, tokenizer=self.tokenizer)
+        self.cfg = with_tokenizer(model_config(recipe.model), recipe.model, self.tokenizer)
+        if self.tokenizer.vocab_size > self.cfg.vocab_size:
+            raise ConfigError(
+                f"model: the tokenizer has {self.tokenizer.vocab_size} tokens; allowed: up to the model's vocab_size "
+                f"{self.cfg.vocab_size}"
+            )
+
+    def model(self, device: torch.device) -> Glm5:
+        """The model that the run begins with, in train mode."""
+        return build_model(self.recipe.model, self.cfg, self.recipe.seed, device)
+
+    def engine(self, folder: Path, device: torch.device) -> AsyncEngine:
+        """An engine in a process of its own over the checkpoint in `folder`."""
+        cfg, at_once = self.recipe.rollouts, self.num_rollouts
+        needed = -(-cfg.max_model_len // 64) * 64 * at_once if device.type == "cpu" else None
+        return AsyncEngine(
+            folder,
+            device=str(device),
+            max_model_len=cfg.max_model_len,
+            max_num_seqs=at_once,
+            max_num_batched_tokens=max(at_once, 2048),
+            num_speculative_tokens=cfg.num_speculative_tokens,
+            deterministic=cfg.deterministic,
+            num_gpu_blocks_override=None if needed is None or cfg.kv_cache_gb is not None else needed // 64 + at_once,
+            kv_cache_memory_bytes=None if cfg.kv_cache_gb is None else int(cfg.kv_cache_gb * _GIB),
+            num_threads=self.recipe.threads or (1 if device.type == "cpu" else None),
+        )
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts that are under way at a time."""
+        cfg = self.recipe.rollouts
+        return min(cfg.groups * cfg.group_size, cfg.concurrency or 512, 1024)
+
+    def shown_games(self, count: int, seed: int) -> Iterator[tuple[Task, list[Message]]]:
+        """Conversations with legal replies, the environments in turn; tasks of the training seeds."""
+        sections = self.recipe.environment
+        for number in range(count):
+            section = sections[number % len(sections)]
+            task_seed = section.first_task + (number // len(sections)) % (section.tasks or 2**31)
+            task = self.environments[section.name].task(task_seed, section.level)
+            for chat in _played(self.environments[section.name], task, Random(f"{seed} {number}")):
+                yield task, chat
+
+    def _assets(self) -> Path:
+        section = self.recipe.model
+        if section.tokenizer is not None or section.checkpoint is not None:
+            folder = resolve(section.tokenizer or section.checkpoint or "")
+            if not (folder / "tokenizer.json").is_file():
+                raise ConfigError(
+                    f"model: {folder} has no tokenizer.json; allowed: model.tokenizer = a folder with one"
+                )
+            return folder
+        folder = self.out / "tokenizer"
+        if not (folder / "tokenizer.json").is_file():
+            games = self.shown_games(SHOWN_GAMES * len(self.recipe.environment), self.recipe.seed)
+            texts = [str(message.get("content") or "") for _, chat in games for message in chat]
+            tokenizer = train_bpe(texts, section.architecture().vocab_size)
+            with writing_to(folder):
+                tokenizer.save(folder, chat_template=ChatTemplate.bundled(TEMPLATE).source)
+            logger.info("learnt a tokenizer of %d tokens", tokenizer.vocab_size)
+        return folder
+
+
+def _played(environment: Environment, task: Task, random: Random) -> list[list[Message]]:
+    """The players' conversations of an episode: with random legal replies, or else with the solution."""
+    if hasattr(environment, "random_reply"):
+        return play_randomly(environment, task, random).conversations  # pyright: ignore[reportArgumentType]
+    return play_oracle(environment, task).conversations

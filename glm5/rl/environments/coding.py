@@ -1,0 +1,119 @@
+"""Functions to write, in three levels: expressions; loops over lists and strings; algorithms.
+
+The reply is Python, in a fenced block or alone. Its function f runs on hidden inputs in a sandbox, and what it returned
+is compared out here with the right results, which never enter the box. Whatever the program does (errors, time, memory,
+output without end) earns 0. The reward is 1 if all inputs give the right result.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+from glm5.rl.environments.boxes import NO_BOXES, Boxes
+from glm5.rl.environments.families import Level
+from glm5.rl.environments.programs import EASY, HARD, MEDIUM, Program
+from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
+from glm5.rl.environments.single_turn import SingleTurn
+
+MAX_CHARS = 20_000
+"""The longest program that is run."""
+SECONDS = 5.0
+_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
+_RUNNER = b"""\
+import json, os, sys
+results = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+returned = []
+try:
+    from solution import f
+    for arguments in json.loads(sys.stdin.read()):
+        try:
+            returned.append([f(*arguments)])
+        except Exception:
+            returned.append([])
+finally:
+    results.write("\\n" + json.dumps(returned))
+    results.flush()
+    os._exit(0)
+"""
+
+
+class Coding(Environment):
+    """`boxes`: where programs run."""
+
+    name = "code"
+
+    def __init__(self, boxes: Boxes = NO_BOXES) -> None:
+        self._levels: Sequence[Level] = (EASY, MEDIUM, HARD)
+        self._boxes = boxes
+        self.levels, self.sandbox_levels = len(self._levels), range(len(self._levels))
+
+    def task(self, seed: int, level: int) -> Task:
+        program: Program = self._levels[level].made(seed)
+        random = Random(f"code {level} {seed}")
+        inputs = [program.arguments(random) for _ in range(program.num_inputs)]
+        example = f"{_call(inputs[0])} is {results_of(program.source, inputs[:1])[0]!r}"
+        asked = {"role": "user", "content": f"Write a Python function {program.text} For example, {example}."}
+        return Task(self.name, seed, level, (asked,), {"source": program.source, "inputs": inputs})
+
+    def reset(self, task: Task) -> SingleTurn:
+        return SingleTurn(task, lambda reply: self._scored(reply, task))
+
+    def oracle(self, task: Task) -> Sequence[Reply]:
+        return [Reply(f"```python\n{task.data['source']}```")]
+
+    def _scored(self, reply: Reply, task: Task) -> Turn:
+        wanted = results_of(task.data["source"], task.data["inputs"])
+        returned = self._returned(program_of(reply.content), task.data["inputs"])
+        passed = sum(_same(got, [right]) for got, right in zip(returned, wanted, strict=False)) / len(wanted)
+        return Turn(is_done=True, rewards={"right": float(passed == 1)}, metrics={"passed": passed})
+
+    def _returned(self, program: str, inputs: Sequence[Any]) -> list[Any]:
+        """What f returned, each as [value]; [] where it raised, and for a program that did not end well."""
+        if not program or len(program) > MAX_CHARS:
+            return []
+        box = self._boxes.open()
+        try:
+            box.write("solution.py", program.encode(errors="replace"))
+            box.write("run.py", _RUNNER)
+            done = box.run([self._boxes.python, "-B", "run.py"], timeout=SECONDS, stdin=json.dumps(inputs).encode())
+        except OSError:
+            return []
+        finally:
+            box.close()
+        try:
+            returned = json.loads(done.stdout.rpartition(b"\n")[2])
+        except (ValueError, RecursionError):
+            return []
+        return returned if isinstance(returned, list) else []
+
+
+def program_of(content: str) -> str:
+    """The program in a reply: its last fenced block, else all of it."""
+    blocks = _BLOCK.findall(content)
+    return blocks[-1] if blocks else content
+
+
+@lru_cache(maxsize=256)
+def _function_of(source: str) -> Any:
+    names: dict[str, Any] = {}
+    exec(source, names)
+    return names["f"]
+
+
+def results_of(source: str, inputs: Sequence[Any]) -> list[Any]:
+    """What a right solution returns for each input. `source` is one of programs.py, never a reply."""
+    function = _function_of(source)
+    return [function(*arguments) for arguments in inputs]
+
+
+def _same(got: Any, wanted: Any) -> bool:
+    """Equal values of equal types: True is not 1."""
+    return json.dumps(got) == json.dumps(wanted)
+
+
+def _call(arguments: Sequence[Any]) -> str:
+    return f"f({', '.join(map(repr, arguments))})"

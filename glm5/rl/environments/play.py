@@ -1,0 +1,60 @@
+"""Plays an episode in this process: with the replies of an oracle, random ones, or any function of a conversation.
+
+For tests, for conversations that a model is first trained on, and for a look at what an environment says.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from glm5.rl.environments.protocol import Environment, Message, Playable, Reply, Task, Turn
+
+
+@dataclass(frozen=True)
+class Played:
+    """A finished episode: each seat's conversation, the last turn, and each seat's reward."""
+
+    conversations: list[list[Message]]
+    last: Turn
+
+    @property
+    def rewards(self) -> list[float]:
+        return [sum(parts.values()) for parts in (self.last.rewards, *self.last.seat_rewards)]
+
+
+def play(environment: Environment, task: Task, answer: Callable[[Sequence[Message]], Reply]) -> Played:
+    """Play to the end. `answer`: the reply to a conversation, of whichever seat is to reply. Raises EpisodeFailed."""
+    conversations: list[list[Message]] = [[] for _ in range(environment.num_seats)]
+    episode = environment.reset(task)
+    try:
+        turn = Turn(tuple(episode.messages))
+        while not turn.is_done:
+            chat = conversations[turn.seat]
+            chat.extend(turn.messages)
+            reply = answer(chat)
+            chat.append(as_message(reply))
+            turn = episode.step(reply)
+    finally:
+        episode.close()
+    return Played(conversations, turn)
+
+
+def play_oracle(environment: Environment, task: Task) -> Played:
+    """With the replies that earn the most."""
+    replies = iter(environment.oracle(task))
+    return play(environment, task, lambda _: next(replies))
+
+
+def play_randomly(environment: Playable, task: Task, random: Random) -> Played:
+    """With random legal replies."""
+    return play(environment, task, lambda _: environment.random_reply(task, random))
+
+
+def as_message(reply: Reply) -> Message:
+    """A reply as a message of its conversation."""
+    message: dict[str, object] = {"role": "assistant", "content": reply.content}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = list(reply.tool_calls)
+    return message

@@ -1,0 +1,65 @@
+"""Environments by name.
+
+    guess, guess-crash, reverse, sort, kuhn, grid      small ones, whose optimum is known
+    math, science, code, tools                         the domains of the report's reasoning RL, in three levels
+    reasoning-gym/NAME                                 a dataset of that package (extra: reasoning-gym)
+    package.module:name                                your own: a class or function without arguments
+
+A new one is a class of `protocol.py` and a line here.
+"""
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+
+from glm5.common.errors import ConfigError
+from glm5.rl.environments.boxes import NO_BOXES, Boxes
+from glm5.rl.environments.coding import Coding
+from glm5.rl.environments.digits import Digits
+from glm5.rl.environments.grid import Grid
+from glm5.rl.environments.guess import Guess
+from glm5.rl.environments.kuhn import Kuhn
+from glm5.rl.environments.mathematics import mathematics
+from glm5.rl.environments.protocol import Environment
+from glm5.rl.environments.reasoning import PREFIX, Reasoning
+from glm5.rl.environments.science import science
+from glm5.rl.environments.tools import Tools
+
+ENVIRONMENTS: dict[str, Callable[[Boxes], Environment]] = {
+    "guess": lambda _: Guess(),
+    "guess-crash": lambda _: Guess(can_crash=True),
+    "reverse": lambda _: Digits("reverse"),
+    "sort": lambda _: Digits("sort"),
+    "kuhn": lambda _: Kuhn(),
+    "grid": lambda _: Grid(),
+    "math": lambda _: mathematics(),
+    "science": lambda _: science(),
+    "code": Coding,
+    "tools": Tools,
+}
+
+
+def make(name: str, boxes: Boxes = NO_BOXES) -> Environment:
+    """The environment of that name; `boxes`: where it runs what the policy writes, if it does. Without, such episodes
+    raise EpisodeFailed("sandbox"). Raises ConfigError, which names the nearest."""
+    if ":" in name:
+        return _imported(name)
+    if name.startswith(PREFIX):
+        return Reasoning(name.removeprefix(PREFIX))
+    if name not in ENVIRONMENTS:
+        near = get_close_matches(name, ENVIRONMENTS, n=1)
+        all_names = ", ".join([*ENVIRONMENTS, f"{PREFIX}NAME", "package.module:name"])
+        known = f"did you mean {near[0]}?" if near else f"known are {all_names}"
+        raise ConfigError(f"no environment is called {name!r:.80}; {known}")
+    return ENVIRONMENTS[name](boxes)
+
+
+def _imported(name: str) -> Environment:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"environment {name!r:.80}: {type(error).__name__}: {error}; it must name a class or function without "
+            "arguments as package.module:name, in a package that Python finds"
+        ) from error

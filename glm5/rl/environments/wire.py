@@ -1,0 +1,57 @@
+"""What travels between a training process and its environment workers: frames of JSON, bounded in size.
+
+frame     4 bytes of length, then a JSON object
+request   {"id", "op": start | task | reset | step | close | score_group, ...}
+answer    {"id", "value"} or {"id", "failed": [kind, reason]}
+"""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from glm5.rl.environments.protocol import Message, Reply, Task, Turn
+
+LENGTH = struct.Struct(">I")
+MAX_FRAME = 8 * 2**20
+
+
+class TooLarge(Exception):
+    """A message of more than MAX_FRAME bytes."""
+
+
+def frame(message: Mapping[str, Any]) -> bytes:
+    """A message as bytes. Raises TooLarge."""
+    body = json.dumps(message).encode()
+    if len(body) > MAX_FRAME:
+        raise TooLarge(f"a message of {len(body)} bytes; allowed are {MAX_FRAME}")
+    return LENGTH.pack(len(body)) + body
+
+
+def as_json(value: Task | Reply | Turn) -> dict[str, Any]:
+    """A message's part: the fields."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def as_task(value: Mapping[str, Any]) -> Task:
+    return Task(**{**value, "messages": tuple(value["messages"]), "tools": tuple(value["tools"])})
+
+
+def as_reply(value: Mapping[str, Any]) -> Reply:
+    return Reply(**value)
+
+
+def as_turn(value: Mapping[str, Any]) -> Turn:
+    """Raises ValueError where a reward is no finite number."""
+    turn = Turn(**{**value, "messages": as_messages(value["messages"]), "seat_rewards": tuple(value["seat_rewards"])})
+    for parts in (turn.rewards, *turn.seat_rewards):
+        for name, reward in parts.items():
+            if not isinstance(reward, int | float) or not math.isfinite(reward):
+                raise ValueError(f"reward {name} is {reward!r}, not a finite number")
+    return turn
+
+
+def as_messages(value: list[Message]) -> tuple[Message, ...]:
+    return tuple(value)

@@ -1,0 +1,96 @@
+"""Worker process that runs episodes: `python -m glm5.rl.environments.worker`, started by `workers.py`.
+
+It reads frames (`wire.py`) from standard input and answers on standard output; what environments print goes to standard
+error. Several threads answer, so that episodes that wait for a sandbox do not hold up each other. It ends when its
+input ends, which it also does when the parent dies.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from glm5.common.errors import GlmError, reason_of
+from glm5.rl.environments.boxes import NO_BOXES, Boxes
+from glm5.rl.environments.protocol import Environment, Episode, EpisodeFailed
+from glm5.rl.environments.table import make
+from glm5.rl.environments.wire import LENGTH, TooLarge, as_json, as_reply, as_task, frame
+from glm5.rl.sandbox.backends import Backend
+from glm5.rl.sandbox.sandbox import Sandbox, SandboxFailed
+
+NUM_THREADS = 8
+_MAX_REASON = 2000
+
+
+class Worker:
+    """The environments and open episodes of this process."""
+
+    def __init__(self, answers: BinaryIO) -> None:
+        self._answers, self._writing = answers, threading.Lock()
+        self._environments: dict[str, Environment] = {}
+        self.episodes: dict[int, Episode] = {}
+
+    def answer(self, request: Mapping[str, Any]) -> None:
+        """Answer one request; whatever it raises is a failure that the answer names."""
+        try:
+            answer = frame({"id": request["id"], "value": getattr(self, f"_{request['op']}")(request)})
+        except Exception as error:  # noqa: BLE001 - a bug of an environment is named to the run, which goes on
+            kind = error.kind if isinstance(error, EpisodeFailed) else "environment"
+            kind = "sandbox" if isinstance(error, SandboxFailed) else kind
+            known = isinstance(error, EpisodeFailed | GlmError | SandboxFailed | TooLarge)
+            reason = (str(error) if known else reason_of(error))[:_MAX_REASON]
+            answer = frame({"id": request["id"], "failed": [kind, reason]})
+        with self._writing, suppress(BrokenPipeError):
+            self._answers.write(answer)
+            self._answers.flush()
+
+    def _start(self, request: Mapping[str, Any]) -> None:
+        sys.path.extend(path for path in request["path"] if path not in sys.path)
+        boxes = NO_BOXES
+        if request["sandbox"] is not None:
+            backend = Backend(**request["sandbox"])
+            boxes = Boxes(lambda: Sandbox(backend), backend.python)
+        for name in request["names"]:
+            environment = make(name, boxes)
+            self._environments |= {name: environment, environment.name: environment}
+
+    def _task(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return as_json(self._environments[request["name"]].task(request["seed"], request["level"]))
+
+    def _reset(self, request: Mapping[str, Any]) -> list[Any]:
+        task = as_task(request["task"])
+        episode = self.episodes[request["episode"]] = self._environments[task.environment].reset(task)
+        return list(episode.messages)
+
+    def _step(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return as_json(self.episodes[request["episode"]].step(as_reply(request["reply"])))
+
+    def _close(self, request: Mapping[str, Any]) -> None:
+        if (episode := self.episodes.pop(request["episode"], None)) is not None:
+            episode.close()
+
+    def _score_group(self, request: Mapping[str, Any]) -> list[float]:
+        task = as_task(request["task"])
+        return list(self._environments[task.environment].score_group(task, request["rewards"]))
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        worker, threads = Worker(answers), ThreadPoolExecutor(NUM_THREADS)
+        while head := sys.stdin.buffer.read(LENGTH.size):
+            threads.submit(worker.answer, json.loads(sys.stdin.buffer.read(LENGTH.unpack(head)[0])))
+        for episode in list(worker.episodes.values()):
+            with suppress(Exception):
+                episode.close()
+    os._exit(0)  # not held up by a step that hangs
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Worker processes that run episodes, for an asyncio program.
+
+    async with EnvironmentWorkers(["guess"], num_workers=2) as workers:
+        task = await workers.task("guess", seed=0, level=0)
+        episode = await workers.reset(task)
+        async with episode:
+            turn = await episode.step(Reply("8"))
+
+A worker runs many episodes, several at a time. Every answer has a time limit: a worker that exceeds it, or dies, is
+killed and replaced, and its episodes fail with EpisodeFailed("environment"). What an environment raises is
+EpisodeFailed as well.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.resources import files
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from glm5.common.errors import ConfigError
+from glm5.common.interrupt import signal_name
+from glm5.rl.environments.protocol import EpisodeFailed, Message, Reply, Task, Turn
+from glm5.rl.environments.wire import LENGTH, MAX_FRAME, TooLarge, as_json, as_messages, as_task, as_turn, frame
+from glm5.rl.environments.worker import NUM_THREADS
+from glm5.rl.sandbox.backends import Backend
+
+START_SECONDS = 120.0  # a library of environments may take half a minute to import
+STEP_SECONDS = 120.0
+CLOSE_SECONDS = 10.0
+
+
+class EnvironmentWorkers:
+    """Processes that run the episodes of these environments; use as an async context manager.
+
+    `num_workers`: processes. `step_seconds`: time for one answer, after which its worker is killed. `sandbox`: what
+    boxes are made of; without, episodes that need one fail. Entering raises ConfigError where an environment cannot be
+    made.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        num_workers: int = 1,
+        step_seconds: float = STEP_SECONDS,
+        sandbox: Backend | None = None,
+    ) -> None:
+        self._seconds = step_seconds
+        path = [each or os.getcwd() for each in sys.path]
+        settings = {"names": list(names), "path": path, "sandbox": asdict(sandbox) if sandbox else None}
+        self._slots = [_Slot(settings) for _ in range(num_workers)]
+        self._numbers = count()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await asyncio.gather(*(slot.worker() for slot in self._slots))
+        except EpisodeFailed as failure:
+            await self.__aexit__(None, None, None)
+            raise ConfigError(failure.reason) from None
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(slot.close() for slot in self._slots))
+
+    async def task(self, name: str, seed: int, level: int) -> Task:
+        """The task of that seed and level."""
+        return as_task(await self._ask("task", name=name, seed=seed, level=level))
+
+    async def reset(self, task: Task) -> "RemoteEpisode":
+        """Begin an episode. Raises EpisodeFailed, as all of these do."""
+        slot = min(self._slots, key=lambda slot: slot.num_episodes)
+        slot.num_episodes += 1
+        number = next(self._numbers)
+        try:
+            worker = await slot.worker()
+            messages = await worker.ask("reset", self._seconds, task=as_json(task), episode=number)
+        except BaseException:
+            slot.num_episodes -= 1
+            raise
+        return RemoteEpisode(slot, worker, number, as_messages(messages), self._seconds)
+
+    async def score_group(self, task: Task, rewards: Sequence[float]) -> list[float]:
+        """Rewards of a group's rollouts that depend on each other."""
+        return await self._ask("score_group", task=as_json(task), rewards=list(rewards))
+
+    async def _ask(self, op: str, **fields: Any) -> Any:
+        worker = await min(self._slots, key=lambda slot: slot.num_episodes).worker()
+        return await worker.ask(op, self._seconds, **fields)
+
+
+class RemoteEpisode:
+    """An episode in a worker. Close it, or use it as an async context manager. `step_seconds`: time for one answer."""
+
+    def __init__(
+        self, slot: "_Slot", worker: "_Worker", number: int, messages: tuple[Message, ...], step_seconds: float
+    ) -> None:
+        self.messages = messages
+        self.step_seconds = step_seconds
+        self._slot, self._worker, self._number, self._is_closed = slot, worker, number, False
+
+    async def step(self, reply: Reply) -> Turn:
+        """What the environment answers. Raises EpisodeFailed."""
+        value = await self._worker.ask("step", self.step_seconds, episode=self._number, reply=as_json(reply))
+        try:
+            return as_turn(value)
+        except (ValueError, TypeError) as error:
+            raise EpisodeFailed("environment", str(error)) from None
+
+    async def close(self) -> None:
+        """Give back what the episode holds. It may be called twice, and after a failure."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._slot.num_episodes -= 1
+            with suppress(EpisodeFailed):
+                await self._worker.ask("close", self.step_seconds, episode=self._number)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class _Slot:
+    """A worker, and the next one after it has died."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.num_episodes = 0
+        self._settings, self._starting = settings, asyncio.Lock()
+        self._worker: _Worker | None = None
+
+    async def worker(self) -> "_Worker":
+        """The running worker. Raises EpisodeFailed where none can be started."""
+        async with self._starting:
+            if self._worker is None or self._worker.is_gone:
+                self._worker = await _Worker.start(self._settings)
+            return self._worker
+
+    async def close(self) -> None:
+        if self._worker is not None:
+            await self._worker.close()
+
+
+class _Worker:
+    """A process, and the requests that it has not answered."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._numbers, self._turns = count(), asyncio.Semaphore(NUM_THREADS)
+        self._gone = ""
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, settings: Mapping[str, Any]) -> "_Worker":
+        home = Path(str(files("glm5"))).parent
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __name__.removesuffix("s"), cwd=home, stdin=pipe, stdout=pipe, process_group=0
+        )
+        worker = cls(process)
+        try:
+            await worker.ask("start", START_SECONDS, **settings)
+        except BaseException:
+            await worker.end("it could not start")
+            raise
+        return worker
+
+    @property
+    def is_gone(self) -> bool:
+        return bool(self._gone)
+
+    async def ask(self, op: str, seconds: float, **fields: Any) -> Any:
+        """The answer to a request. Raises EpisodeFailed."""
+        async with self._turns:  # so that the time limit does not count a wait for other episodes
+            if self._gone:
+                raise EpisodeFailed("environment", self._gone)
+            number = next(self._numbers)
+            try:
+                request = frame({"id": number, "op": op, **fields})
+            except TooLarge as error:
+                raise EpisodeFailed("harness", str(error)) from None
+            answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._send(request)
+                    return await answer
+            except TimeoutError:
+                await self.end(f"{op} took more than {seconds:g} s")
+                raise EpisodeFailed("environment", self._gone) from None
+            finally:
+                self._waiting.pop(number, None)
+
+    async def _send(self, request: bytes) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError, ConnectionResetError):  # `_read` notices the end
+            self._process.stdin.write(request)
+            await self._process.stdin.drain()
+
+    async def _read(self) -> None:
+        """Hand out answers until the process ends, or answers what is none."""
+        try:
+            while True:
+                answer = await self._answer()
+                waiting = self._waiting.get(answer["id"])
+                if waiting is None or waiting.done():
+                    continue
+                if failed := answer.get("failed"):
+                    waiting.set_exception(EpisodeFailed(*failed))
+                else:
+                    waiting.set_result(answer["value"])
+        except asyncio.IncompleteReadError:
+            code = await self._process.wait()
+            self._fail(f"it ended ({signal_name(-code) if code < 0 else f'code {code}'})")
+        except (ValueError, KeyError) as error:
+            self._fail(f"its answer cannot be read ({error!r:.200})")
+
+    async def _answer(self) -> dict[str, Any]:
+        stream = self._process.stdout
+        assert stream is not None
+        size = LENGTH.unpack(await stream.readexactly(LENGTH.size))[0]
+        if size > MAX_FRAME:
+            raise ValueError(f"{size} bytes; allowed are {MAX_FRAME}")
+        return json.loads(await stream.readexactly(size))
+
+    def _fail(self, why: str) -> None:
+        """No more answers: kill the process and its children, and fail what waits."""
+        self._gone = self._gone or f"the environment worker was lost: {why}"
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(EpisodeFailed("environment", self._gone))
+
+    async def end(self, why: str) -> None:
+        """Kill it, and wait for its end."""
+        self._fail(why)
+        await asyncio.gather(self._reader, self._process.wait(), return_exceptions=True)
+
+    async def close(self) -> None:
+        """Let it give back what its episodes hold."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
+        await self.end("it was closed")

@@ -1,0 +1,41 @@
+"""The policy on held-out tasks: pass@1 and pass@k."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from math import comb
+
+from glm5.rl.rollouts.collect import Draw, collect
+from glm5.rl.rollouts.harness import Harness
+
+SOLVED = 1.0 - 1e-9
+"""Reward from which a rollout counts as a solution."""
+
+
+async def evaluate(harness: Harness, draws: Sequence[Draw], samples: int, seed: int) -> dict[str, float]:
+    """Mean reward over all tasks and by environment, and pass@1 and, with several samples, pass@`samples`."""
+    groups = await collect(harness, draws, samples, run_seed=seed + 2**32)
+    rewards: dict[str, list[float]] = defaultdict(list)
+    passed: dict[int, list[float]] = {1: [], samples: []}
+    for group in groups:
+        found = [rollout.reward for rollout in group.rollouts if rollout.is_valid]
+        if not found:
+            continue
+        rewards[group.task.environment].append(sum(found) / len(found))
+        for k, of_tasks in passed.items():
+            if k <= len(found):
+                of_tasks.append(pass_at(len(found), sum(reward >= SOLVED for reward in found), k))
+    every = [reward for of_environment in rewards.values() for reward in of_environment]
+    metrics = {"eval/mean": _mean(every)}
+    if len(rewards) > 1:
+        metrics |= {f"eval/{name}": _mean(one) for name, one in rewards.items()}
+    return metrics | {f"eval/pass@{k}": _mean(one) for k, one in passed.items()}
+
+
+def pass_at(num_samples: int, num_solved: int, k: int) -> float:
+    """The chance that one of k samples out of `num_samples` solves the task, of which `num_solved` did (Chen et al.
+    2021, equation 1)."""
+    return 1.0 - comb(num_samples - num_solved, k) / comb(num_samples, k)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,110 @@
+"""Messages to tokens and back. A conversation only ever grows: tokens that were sampled are never tokenized again.
+
+The chat template renders the first prompt. Of later turns only what is new is rendered and tokenized: the text that the
+template puts after an assistant's message for the environment's messages and the next generation prompt. GLM's models
+end a turn with the token that begins the next one (<|user|>, <|observation|>), so where that was sampled it is not
+repeated.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from glm5.chat.parser import parse_ids
+from glm5.chat.template import ChatTemplate
+from glm5.common.errors import ConfigError
+from glm5.rl.environments.protocol import Message, Reply
+from glm5.train.data.chat import examples_of
+
+_MOST_KEPT = 4096  # continuations, and replies, whose conversion is remembered: small environments repeat them
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class TokenChat:
+    """A chat template and its tokenizer. ConfigError where a template's later turns change what stands before them."""
+
+    def __init__(self, template: ChatTemplate, *, enable_thinking: bool = False) -> None:
+        assert template.tokenizer is not None, "a template without a tokenizer"
+        self.template, self.tokenizer, self.enable_thinking = template, template.tokenizer, enable_thinking
+        self._options = {"enable_thinking": enable_thinking, "clear_thinking": False}
+        self._continuations: dict[str, list[int]] = {}
+        self._replies: dict[tuple[int, ...], Reply] = {}
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Token ids of a first prompt."""
+        return self.template.encode([dict(one) for one in messages], list(tools) or None, **self._options)
+
+    def continuation(self, messages: Sequence[Message], tools: Tools, last_token: int) -> list[int]:
+        """Token ids that follow a sampled reply: messages of the environment, and the next generation prompt."""
+        key = json.dumps([list(map(dict, messages)), [dict(tool) for tool in tools]], sort_keys=True)
+        ids = self._continuations.get(key)
+        if ids is None:
+            if len(self._continuations) >= _MOST_KEPT:
+                self._continuations.clear()
+            ids = self._continuations[key] = self._render_continuation(messages, tools)
+        return ids[1:] if ids and ids[0] == last_token else ids
+
+    def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[bool]]:
+        """Token ids of a whole conversation as a rollout would have them, and for each whether a reply has it: for
+        supervised training."""
+        if any(set(one) - {"role", "content"} for one in messages if one["role"] == "assistant"):
+            thinking = "preserved" if self.enable_thinking else "off"
+            row = {"messages": [dict(one) for one in messages], "tools": list(tools), "thinking": thinking}
+            (found,) = examples_of(row, self.template, "a shown conversation")
+            return found.ids, found.marks
+        ids, marks, heard = list[int](), list[bool](), list[Message]()
+        for message in messages:
+            if message["role"] != "assistant":
+                heard.append(message)
+                continue
+            context = self.continuation(heard, tools, ids[-1]) if ids else self.prompt(heard, tools)
+            said = [*self.tokenizer.encode(message["content"], allow_special=False), self._end]
+            ids += [*context, *said]
+            marks += [False] * len(context) + [True] * len(said)
+            heard = []
+        return ids, marks
+
+    @cached_property
+    def _end(self) -> int:
+        """The token that ends a reply: what the template begins the next user's message with."""
+        return self.continuation([{"role": "user", "content": "a"}], (), -1)[0]
+
+    def reply(self, token_ids: Sequence[int], tools: Tools, *, is_truncated: bool) -> Reply:
+        """What sampled tokens say."""
+        key = tuple(token_ids)
+        if not tools and not is_truncated and (known := self._replies.get(key)) is not None:
+            return known
+        parsed = parse_ids(self.tokenizer, token_ids, list(tools) or None, reasoning=self.enable_thinking)
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in parsed.tool_calls
+        ]
+        found = Reply(parsed.content or "", parsed.reasoning or "", calls, is_truncated)
+        if not tools and not is_truncated and len(key) <= 64:
+            if len(self._replies) >= _MOST_KEPT:
+                self._replies.clear()
+            self._replies[key] = found
+        return found
+
+    def _render_continuation(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        """The template's text for `messages` after any assistant's message: rendered after a short one."""
+        calls = [
+            {"id": one["tool_call_id"], "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            for one in messages
+            if one["role"] == "tool"
+        ]
+        before: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"} | ({"tool_calls": calls} if calls else {}),
+        ]
+        guard, shown = self.template.guard(), list(tools) or None
+        start = self.template.render_marked(guard, before, shown, add_generation_prompt=False, **self._options)
+        whole = self.template.render_marked(guard, [*before, *map(dict, messages)], shown, **self._options)
+        if not whole.startswith(start):
+            raise ConfigError(
+                f"chat template {self.template.name}: a later turn changes what stands before it, so that sampled "
+                "tokens could not be kept; allowed: a template that only appends, such as glm-5.2 or glm-5.3"
+            )
+        return guard.encode(whole[len(start) :])

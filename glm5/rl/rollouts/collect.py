@@ -1,0 +1,70 @@
+"""All groups of a step, played at the same time: the engine batches whatever is under way."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from glm5.rl.environments.protocol import EpisodeFailed
+from glm5.rl.rollout import Group, Rollout
+from glm5.rl.rollouts.harness import Harness, seed_of
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A group to play: its number in the run, and its task by environment, seed and level."""
+
+    number: int
+    environment: str
+    seed: int
+    level: int
+
+
+async def collect(
+    harness: Harness,
+    draws: Iterable[Draw],
+    group_size: int,
+    *,
+    run_seed: int,
+    concurrency: int | None = None,
+    on_group: Callable[[Group], None] = lambda _: None,
+) -> list[Group]:
+    """The groups of `draws`, in their order; in self-play one for each seat. `concurrency`: the most rollouts at a
+    time. `on_group` is called as each ends. Raises EngineDead."""
+    at_once = asyncio.Semaphore(max(1, concurrency // group_size) if concurrency is not None else 10**9)
+
+    async def one(draw: Draw) -> list[Group]:
+        async with at_once:
+            groups = await _play(harness, draw, group_size, run_seed)
+        for group in groups:
+            on_group(group)
+        return groups
+
+    async with asyncio.TaskGroup() as running:
+        tasks = [running.create_task(one(draw)) for draw in draws]
+    return [group for task in tasks for group in task.result()]
+
+
+async def _play(harness: Harness, draw: Draw, group_size: int, run_seed: int) -> list[Group]:
+    try:
+        task = await harness.workers.task(draw.environment, draw.seed, draw.level)
+    except EpisodeFailed as failure:  # the worker died: nothing of this group can be played
+        raise RuntimeError(f"{draw.environment}, task {draw.seed}, level {draw.level}: {failure}") from failure
+    episodes = await harness.play(task, seed_of(run_seed, draw.number), group_size)
+    seats = max(len(episode) for episode in episodes)
+    groups = [
+        Group(draw.number, task, [episode[seat] for episode in episodes if seat < len(episode)])
+        for seat in range(seats)
+    ]
+    if seats == 1 and len(groups[0].rollouts) > 1:
+        await _score_together(harness, groups[0])
+    return groups
+
+
+async def _score_together(harness: Harness, group: Group) -> None:
+    """Rewards that depend on all rollouts of a group, where the environment gives such."""
+    valid: Sequence[Rollout] = [rollout for rollout in group.rollouts if rollout.is_valid]
+    before = [rollout.reward for rollout in valid]
+    after = await harness.workers.score_group(group.task, before)
+    for rollout, old, new in zip(valid, before, after, strict=True):
+        if new != old:
+            rollout.rewards["group"] = new - old

@@ -1,0 +1,182 @@
+"""Plays the rollouts of one group: episodes in the environments' workers, replies by the policy.
+
+    prompt -> reply -> the environment's answer -> reply -> ... -> rewards
+
+Each request has a seed of its own, derived from the run's seed and the group's number, so that a group can be played
+again to the same tokens. Where all episodes of a group begin with the same messages, their first replies are one
+request: the prompt is computed once.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from glm5.common.errors import EngineDead, GlmError
+from glm5.rl.environments.protocol import EpisodeFailed, FailureKind, Message, Reply, Task, Turn
+from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
+from glm5.rl.rollout import Rollout
+from glm5.rl.rollouts.chat import TokenChat
+from glm5.rl.rollouts.policy import Policy, Sampled
+from glm5.rl.segments import Segment
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed of 63 bits for what these parts name."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
+@dataclass
+class _Seat:
+    """A conversation of an episode: of its one player, or of one of several."""
+
+    rollout: Rollout
+    token_ids: list[int] = field(default_factory=list[int])
+    leaf: int | None = None
+
+    def add(self, segment: Segment) -> None:
+        self.leaf = self.rollout.tree.add(segment)
+        self.token_ids += segment.token_ids
+
+
+class Harness:
+    """Plays groups. `workers` run the episodes, `policy` replies, `chat` turns messages into tokens."""
+
+    def __init__(self, policy: Policy, workers: EnvironmentWorkers, chat: TokenChat) -> None:
+        self.policy, self.workers, self.chat = policy, workers, chat
+
+    async def play(self, task: Task, seed: int, count: int) -> list[list[Rollout]]:
+        """`count` episodes of a task; of each the rollouts of its players, most often one. Raises EngineDead."""
+        begun = await asyncio.gather(*(self._reset(task) for _ in range(count)))
+        episodes = [one for one in begun if not isinstance(one, EpisodeFailed)]
+        players = [_Player(self, task, seed, number, one) for number, one in enumerate(begun)]
+        try:
+            shared = {repr(list(map(dict, episode.messages))) for episode in episodes}
+            if len(shared) == 1 and len(episodes) == count > 1:
+                await self._play_together(players, seed)
+            else:
+                await _all(player.play() for player in players)
+        finally:
+            await asyncio.gather(*(episode.close() for episode in episodes))
+        return [player.rollouts for player in players]
+
+    async def _play_together(self, players: Sequence["_Player"], seed: int) -> None:
+        """The first replies in one request; each goes on by itself once it has its own."""
+        prompt, *_ = [player.begin() for player in players]
+        async with asyncio.TaskGroup() as group:
+            async for number, own_seed, sampled in self.policy.replies(prompt, seed, len(players)):
+                group.create_task(players[number].play(sampled, own_seed))
+
+    async def _reset(self, task: Task) -> RemoteEpisode | EpisodeFailed:
+        try:
+            return await self.workers.reset(task)
+        except EpisodeFailed as failure:
+            return failure
+
+
+class _Player:
+    """One episode of a group."""
+
+    def __init__(
+        self, harness: Harness, task: Task, seed: int, number: int, episode: RemoteEpisode | EpisodeFailed
+    ) -> None:
+        self.harness, self.task, self.seed, self.number, self.episode = harness, task, seed, number, episode
+        self.seats: dict[int, _Seat] = {}
+        self._began = time.monotonic()
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [seat.rollout for _, seat in sorted(self.seats.items())]
+
+    def begin(self) -> list[int]:
+        """Add the first prompt; returns its tokens."""
+        assert not isinstance(self.episode, EpisodeFailed)
+        self._hear(0, self.episode.messages)
+        return self.seats[0].token_ids
+
+    async def play(self, first: Sampled | None = None, first_seed: int | None = None) -> None:
+        """Play to the end. `first`: the first reply, if it has been sampled already, with its seed."""
+        if isinstance(self.episode, EpisodeFailed):
+            self._fail(self.episode.kind, self.episode.reason)
+            return
+        try:
+            if first is None:
+                self.begin()
+            else:  # it has begun
+                self._seat(0).rollout.seed = first_seed or 0
+            await self._play(self.episode, first)
+        except EpisodeFailed as failure:
+            self._fail(failure.kind, failure.reason)
+        except EngineDead:
+            raise
+        except GlmError as error:
+            self._fail("harness", str(error))
+        for seat in self.seats.values():
+            seat.rollout.seconds = time.monotonic() - self._began
+
+    async def _play(self, episode: RemoteEpisode, sampled: Sampled | None) -> None:
+        turn, seat_number, num_turns = Turn(), 0, 0
+        while not turn.is_done:
+            seat = self._seat(seat_number)
+            if sampled is None:
+                if self.harness.policy.room(len(seat.token_ids)) < 1:
+                    seat.rollout.is_truncated = True
+                    return  # the context is full: no reward
+                sampled = await self.harness.policy.reply(
+                    seat.token_ids, seed_of(self.seed, self.number, seat_number, num_turns)
+                )
+            turn = await episode.step(self._said(seat, sampled))
+            num_turns, sampled = num_turns + 1, None
+            if not turn.is_done:
+                seat_number = turn.seat
+                self._hear(seat_number, turn.messages)
+        parts = (turn.rewards, *turn.seat_rewards)
+        for number, seat in self.seats.items():
+            seat.rollout.rewards = dict(parts[number]) if number < len(parts) else {}
+            seat.rollout.metrics = dict(turn.metrics)
+
+    def _said(self, seat: _Seat, sampled: Sampled) -> Reply:
+        """Add a reply to its conversation."""
+        seat.add(sampled.segment(seat.leaf))
+        seat.rollout.num_turns += 1
+        seat.rollout.is_truncated = sampled.is_truncated
+        reply = self.harness.chat.reply(sampled.token_ids, self.task.tools, is_truncated=sampled.is_truncated)
+        message: dict[str, object] = {"role": "assistant", "content": reply.content}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = list(reply.tool_calls)
+        seat.rollout.messages.append(message)
+        return reply
+
+    def _hear(self, number: int, messages: Sequence[Message]) -> None:
+        """Add what the environment says to a player."""
+        seat = self._seat(number)
+        if seat.leaf is None:
+            ids = self.harness.chat.prompt(messages, self.task.tools)
+        else:
+            ids = self.harness.chat.continuation(messages, self.task.tools, seat.token_ids[-1])
+        seat.rollout.messages += messages
+        seat.add(Segment(list(ids), seat.leaf))
+
+    def _seat(self, number: int) -> _Seat:
+        if number not in self.seats:
+            cfg = self.harness.policy.params
+            sampling = {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": cfg.top_k, "min_p": cfg.min_p}
+            own = seed_of(self.seed, self.number, number, 0)
+            self.seats[number] = _Seat(Rollout(self.task, own, **sampling))  # pyright: ignore[reportArgumentType]
+        return self.seats[number]
+
+    def _fail(self, kind: FailureKind, reason: str) -> None:
+        """The episode ends here: every player's rollout says why."""
+        self._seat(0)
+        for seat in self.seats.values():
+            seat.rollout.failure, seat.rollout.failure_reason = kind, reason[:500]
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for coroutine in coroutines:
+            group.create_task(coroutine)

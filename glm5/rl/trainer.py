@@ -1,0 +1,109 @@
+"""The policy in training: supervised warm-up, then a step for each batch of rollouts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glm5.config.rl import RLRecipe
+from glm5.model.glm5 import Glm5
+from glm5.rl.algorithms.table import preset_of
+from glm5.rl.build import PolicyBuilder
+from glm5.rl.rollout import Group
+from glm5.rl.rollouts.chat import TokenChat
+from glm5.rl.training.objective import Coefficients, RLObjective
+from glm5.rl.training.packing import batches_of, pack
+from glm5.rl.training.policy import policy_step, with_logprobs
+from glm5.rl.training.repair import Repairs, repair
+from glm5.rl.training.sequences import sequences_of_step
+from glm5.train.batch import Batch
+from glm5.train.master_weights import MasterWeights
+
+
+class PolicyTrainer:
+    """A model, its optimizer and the recipe's algorithm, on one device."""
+
+    def __init__(self, recipe: RLRecipe, builder: PolicyBuilder, device: torch.device) -> None:
+        self.recipe, self.builder, self.device = recipe, builder, device
+        algorithm = recipe.algorithm
+        self.preset = preset_of(algorithm.name, algorithm.parameters)
+        self.objective = RLObjective(self.preset, Coefficients(algorithm.reference_kl, algorithm.entropy))
+        self.model = builder.model(device)
+        compute = getattr(torch, recipe.model.compute or recipe.model.dtype)
+        self.masters = None if compute == self.model.dtype else MasterWeights(self.model, compute)
+        self.step = policy_step(
+            self.model, self.objective, recipe.optimizer, self.masters, balance_step=recipe.balance_step
+        )
+        self.reference: Glm5 | None = None
+
+    def warm_up(self) -> Iterator[dict[str, float]]:
+        """Supervised steps on legal replies; yields each step's losses."""
+        plan = self.recipe.warm_start
+        if plan is None:
+            return
+        chat = TokenChat(self.builder.template, enable_thinking=self.recipe.rollouts.enable_thinking)
+        games = self.builder.shown_games(10**9, self.recipe.seed + 1)
+        for _ in range(plan.steps):
+            shown = [next(games) for _ in range(plan.conversations)]
+            examples = [chat.conversation(messages, task.tools) for task, messages in shown]
+            yield self.step.run([_supervised(examples).to(self.device)], plan.lr)
+
+    def begin(self) -> None:
+        """The first rollouts are about to be made: keep the reference, and begin with a new optimizer state."""
+        if self.recipe.algorithm.reference_kl:
+            self.reference = self.builder.model(self.device).requires_grad_(requires_grad=False)
+            self.reference.load_state_dict(self.model.state_dict())
+        self.step.optimizers.reset()
+
+    def train(self, groups: Sequence[Group], step: int) -> tuple[dict[str, float], Repairs]:
+        """Train on the groups of a step. Raises TrainingError where none can be trained on."""
+        repaired, repairs = repair(groups)
+        sequences = sequences_of_step(repaired, self.preset)
+        batches = batches_of(sequences, pack(sequences, self.recipe.pass_tokens), 0)
+        batches = [batch.to(self.device) for batch in batches]
+        if self.reference is not None:
+            batches = [self._with_reference(batch) for batch in batches]
+        parts = self.recipe.algorithm.steps_per_batch
+        if parts > 1 and self.preset.needs_old:
+            batches = [with_logprobs(self.step, batch, "old") for batch in batches]
+        metrics: dict[str, float] = {}
+        for part in range(min(parts, len(batches))):
+            metrics = self.step.run(batches[part :: min(parts, len(batches))], self.recipe.lr_at(step))
+        if self.recipe.reset_optimizer:
+            self.step.optimizers.reset()
+        return metrics, repairs
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights as the engine gets them."""
+        return {name: weight.detach() for name, weight in self.model.state_dict().items()}
+
+    def state(self) -> dict[str, Any]:
+        weights = self.model.state_dict() if self.masters is None else self.masters.state_dict(self.model)
+        reference = None if self.reference is None else self.reference.state_dict()
+        return {"model": weights, "optimizer": self.step.optimizers.state_dict(), "reference": reference}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if self.masters is None:
+            self.model.load_state_dict(state["model"])
+        else:
+            self.masters.load_state_dict(self.model, state["model"])
+        self.begin()
+        if self.reference is not None:
+            self.reference.load_state_dict(state["reference"])
+        self.step.optimizers.load_state_dict(state["optimizer"])
+
+    def _with_reference(self, batch: Batch) -> Batch:
+        assert self.reference is not None
+        policy, self.step.model = self.step.model, self.reference
+        try:
+            return with_logprobs(self.step, batch, "reference")
+        finally:
+            self.step.model = policy
+
+
+def _supervised(examples: Sequence[tuple[list[int], list[bool]]]) -> Batch:
+    ids = torch.from_numpy(np.concatenate([np.array(ids, np.int64) for ids, _ in examples]))
+    marks = torch.from_numpy(np.concatenate([np.array(marks, np.float32) for _, marks in examples]))
+    return Batch(ids, marks, [len(ids) for ids, _ in examples])

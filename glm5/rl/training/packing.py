@@ -1,0 +1,74 @@
+"""Sequences packed into batches, as many for each rank as for the others.
+
+Sequences of similar length share a batch, because a pass pads its keys to the longest: a batch has at most `max_tokens`
+tokens so padded, or one sequence. The packing depends on nothing but the sequences.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from glm5.kernels.sampled_logprobs import Kept
+from glm5.rl.training.sequences import TrainingSequence
+from glm5.train.batch import Batch
+
+
+def pack(sequences: Sequence[TrainingSequence], max_tokens: int, num_shards: int = 1) -> list[list[list[int]]]:
+    """For each of `num_shards` ranks with rows of their own, its batches as lists of numbers of sequences.
+
+    Every rank has the same number of batches, as passes that exchange parameters need. Where there are too few
+    sequences, some come twice: the second time they must be context (`batches_of`).
+    """
+    order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
+    batches: list[list[int]] = []
+    for i in order:
+        if batches and (len(batches[-1]) + 1) * len(sequences[batches[-1][0]]) <= max_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    while len(batches) % num_shards:
+        longest = max(range(len(batches)), key=lambda b: (len(batches[b]) > 1, _padded(sequences, batches[b]), -b))
+        whole = batches[longest]
+        if len(whole) == 1:
+            batches.append([order[-1]])
+        else:
+            batches[longest : longest + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+    return [batches[shard::num_shards] for shard in range(num_shards)]
+
+
+def batches_of(
+    sequences: Sequence[TrainingSequence], packed: Sequence[Sequence[Sequence[int]]], shard: int
+) -> list[Batch]:
+    """The batches of one shard of what `pack` returned. A sequence is trained where it comes first."""
+    seen: set[int] = set()
+    found: list[Batch] = []
+    for number, batches in enumerate(packed):
+        for indices in batches:
+            chosen = [sequences[i].as_context() if i in seen else sequences[i] for i in indices]
+            seen.update(indices)
+            if number == shard:
+                found.append(batch_of(chosen))
+    return found
+
+
+def batch_of(sequences: Sequence[TrainingSequence]) -> Batch:
+    """One batch of these sequences, without cross-entropy, in host memory."""
+    ids_T = torch.from_numpy(np.concatenate([one.ids for one in sequences]))
+    columns = {
+        name: torch.from_numpy(np.concatenate([one.columns[name] for one in sequences]))
+        for name in sequences[0].columns
+    }
+    if (shape := next((one.experts.shape[1:] for one in sequences if one.experts is not None), None)) is not None:
+        rows = [np.full((len(s), *shape), -1, np.int16) if s.experts is None else s.experts for s in sequences]
+        columns["experts"] = torch.from_numpy(np.concatenate(rows))
+    kept = None
+    if any(one.kept is not None for one in sequences):
+        of_tokens = [ids for one in sequences for ids in (one.kept or [[]] * len(one))]
+        flat = torch.tensor([one for ids in of_tokens for one in ids], dtype=torch.int64)
+        kept = Kept(flat, torch.tensor([len(ids) for ids in of_tokens], dtype=torch.int64))
+    return Batch(ids_T, torch.zeros(len(ids_T)), [len(one) for one in sequences], columns=columns, kept=kept)
+
+
+def _padded(sequences: Sequence[TrainingSequence], batch: Sequence[int]) -> int:
+    return len(batch) * max(len(sequences[i]) for i in batch)

@@ -1,0 +1,143 @@
+"""Rollouts as sequences to train on: each path from the root of a tree to a leaf is one, with its tokens and columns.
+
+    policy       weight of the token in the policy's loss: copies / sampled tokens of the rollout ("sequence-mean"), or
+                 copies ("token-mean"); 0 for context. Its sum over the step is the denominator.
+    entropy      the same, of the entropy; ref_kl the same, of the KL to the reference
+    advantage    of the rollout
+    rollout      the log-probability that the engine reported; temperature that at which the token was sampled
+
+A sampled segment that several leaves share is trained in the first of their sequences and context in the others.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from glm5.common.errors import TrainingError
+from glm5.rl.algorithms.table import Preset, Reduction
+from glm5.rl.rollout import Rollout
+from glm5.rl.segments import Experts, Segment
+from glm5.rl.training.repair import RepairedGroup
+
+Column = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """Token ids [T], columns [T] by name, and what the engine recorded: `kept`, the vocabulary of each token or [] for
+    all of it, and `experts` [T, MoE layers, experts a token]; None where nothing is recorded.
+
+    `rollout` and `leaf`: where it comes from, a rollout of the step and a segment of its tree.
+    """
+
+    ids: NDArray[np.int64]
+    columns: dict[str, Column]
+    rollout: Rollout | None = None
+    leaf: int = 0
+    kept: list[list[int]] | None = None
+    experts: Experts | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def as_context(self) -> "TrainingSequence":
+        """The same tokens, of which none is trained."""
+        return TrainingSequence(self.ids, {name: np.zeros_like(one) for name, one in self.columns.items()})
+
+
+@dataclass
+class _Path:
+    """A sequence in the making, segment by segment."""
+
+    ids: list[int] = field(default_factory=list[int])
+    unit: list[float] = field(default_factory=list[float])
+    rollout: list[float] = field(default_factory=list[float])
+    kept: list[list[int]] = field(default_factory=list[list[int]])
+
+    def add(self, segment: Segment, unit: float) -> None:
+        count = len(segment.token_ids)
+        self.ids += segment.token_ids
+        self.unit += [unit] * count
+        self.rollout += segment.logprobs if unit else [0.0] * count
+        self.kept += segment.kept if unit and segment.kept is not None else [[]] * count
+
+
+def sequences_of_step(groups: Sequence[RepairedGroup], preset: Preset) -> list[TrainingSequence]:
+    """All sequences of a step, in the order of groups and rollouts. Raises TrainingError for a reward or a
+    log-probability that is not finite, or a record that does not fit its tokens."""
+    rollouts = [one for group in groups for one in group.rollouts]
+    copies = [number for group in groups for number in group.copies]
+    numbers = [number for number, group in enumerate(groups) for _ in group.rollouts]
+    for one in rollouts:
+        _check(one)
+    rewards = torch.tensor([one.reward for one in rollouts], dtype=torch.float64)
+    advantages = preset.advantages(rewards, torch.tensor(numbers, dtype=torch.int64)).tolist()
+    found: list[TrainingSequence] = []
+    for one, advantage, number in zip(rollouts, advantages, copies, strict=True):
+        found += sequences_of(one, advantage, number, preset.reduction)
+    return found
+
+
+def sequences_of(rollout: Rollout, advantage: float, copies: int, reduction: Reduction) -> list[TrainingSequence]:
+    """The sequences of one rollout that have something to train."""
+    tree = rollout.tree
+    unit = copies / tree.num_sampled if reduction == "sequence-mean" else float(copies)
+    trained: set[int] = set()
+    found: list[TrainingSequence] = []
+    for leaf in tree.leaves():
+        indices, path = tree.path(leaf), _Path()
+        new = {index for index in indices if tree.segments[index].is_sampled} - trained
+        if not new:
+            continue
+        trained |= new
+        for index in indices:
+            path.add(tree.segments[index], unit if index in new else 0.0)
+        unit_T = np.array(path.unit)
+        columns = {
+            "policy": unit_T,
+            "entropy": unit_T,
+            "ref_kl": unit_T,
+            "advantage": np.where(unit_T > 0, advantage, 0.0),
+            "rollout": np.array(path.rollout),
+            "temperature": np.full(len(unit_T), rollout.temperature),
+        }
+        segments = [tree.segments[index] for index in indices]
+        kept = path.kept if any(path.kept) else None
+        found.append(TrainingSequence(np.array(path.ids), columns, rollout, leaf, kept, _experts(segments)))
+    return found
+
+
+def _experts(segments: Sequence[Segment]) -> Experts | None:
+    """The records of a path's segments, -1 where there is none."""
+    shape = next((one.experts.shape[1:] for one in segments if one.experts is not None), None)
+    if shape is None:
+        return None
+    parts = [
+        np.full((len(one.token_ids), *shape), -1, np.int16) if one.experts is None else one.experts for one in segments
+    ]
+    return np.concatenate(parts)
+
+
+def _check(rollout: Rollout) -> None:
+    place = f"task {rollout.task.key} of {rollout.task.environment}, seed {rollout.seed}"
+    if not math.isfinite(rollout.reward):
+        bad = {name: value for name, value in rollout.rewards.items() if not math.isfinite(value)}
+        raise TrainingError(f"{place}: the reward is {rollout.reward} ({bad}); an environment must return finite ones")
+    for number, segment in enumerate(rollout.tree.segments):
+        if segment.is_sampled and segment.parent is None:
+            raise TrainingError(f"{place}: segment {number} is sampled after nothing; a prompt of a token is needed")
+        for i, logprob in enumerate(segment.logprobs):
+            if not math.isfinite(logprob) or logprob > 0:
+                raise TrainingError(
+                    f"{place}: the engine's log-probability of token {i} of segment {number} is {logprob}; "
+                    "allowed are finite ones of at most 0"
+                )
+            if segment.kept is not None and segment.kept[i] and segment.token_ids[i] not in segment.kept[i]:
+                raise TrainingError(
+                    f"{place}: token {segment.token_ids[i]} of segment {number} is not in the vocabulary recorded for "
+                    "it; record all of a token's vocabulary, or none"
+                )

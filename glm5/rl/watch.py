@@ -1,0 +1,99 @@
+"""What people see of a run: a line a step in metrics.jsonl, and on the terminal; TensorBoard and Weights & Biases."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from glm5.common.extras import require
+from glm5.config.rl import RLRecipe
+from glm5.train.metrics import check_board
+from glm5.train.progress_table import clock_of
+from glm5.train.state import writing_to
+
+FILE = "metrics.jsonl"
+SHOWN = (
+    "reward/mean",
+    "eval/mean",
+    "entropy",
+    "is/mask_frac",
+    "kl/mismatch",
+    "len/mean",
+    "grad/norm",
+    "perf/rollout_tok_s",
+)
+
+
+class Watch:
+    """The metrics of a run. On entry, lines of steps after `first`, which a resumed run repeats, are removed."""
+
+    def __init__(self, out: Path, recipe: RLRecipe, first: int, stream: TextIO | None = None) -> None:
+        self._file, self._recipe, self._first = out / FILE, recipe, first
+        self._stream = sys.stderr if stream is None else stream
+        self._board = check_board().SummaryWriter(str(out / "tensorboard")) if recipe.tensorboard else None
+        self._wandb: Any = None
+        if recipe.wandb:
+            settings = json.loads(recipe.model_dump_json())
+            self._wandb = require("wandb", "wandb").init(project="glm5-rl", name=recipe.name, config=settings, dir=out)
+        self._began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        with writing_to(self._file):
+            kept = [line for line in read_lines(self._file) if line.get("step", 0) <= self._first]
+            building = self._file.with_name(f".{self._file.name}.new")
+            building.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(building, self._file)
+            self._handle = self._file.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handle.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics after `step` steps."""
+        self._write({"step": step, **metrics})
+        shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
+        left = self._recipe.steps - step
+        eta = clock_of((time.monotonic() - self._began) / max(1, step - self._first) * left)
+        self._say(f"{self._recipe.name} {step}/{self._recipe.steps}: {shown}, ETA {eta}")
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of an evaluation after `step` steps."""
+        self._write({"step": step, **metrics})
+        self._say(f"{self._recipe.name} {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+    def _say(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        short = {name: float(f"{one:.6g}") if isinstance(one, float) else one for name, one in record.items()}
+        with writing_to(self._file):
+            self._handle.write(json.dumps(short) + "\n")
+            self._handle.flush()
+        numbers = {name: one for name, one in short.items() if isinstance(one, float | int) and name != "step"}
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=record["step"])
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, in order; a cut-off last line is left out."""
+    found: list[dict[str, Any]] = []
+    if file.exists():
+        with suppress(ValueError):
+            found.extend(json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
+    return found

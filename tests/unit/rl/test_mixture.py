@@ -1,0 +1,77 @@
+"""Mixtures realise their weights, ladders move at their bounds."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from glm5.common.errors import ConfigError
+from glm5.rl.environments.ladder import Ladder
+from glm5.rl.environments.mixture import Mixture
+
+MAX_ERROR = 0.01
+
+
+def shares(mixture, start, num_draws):
+    drawn = Counter(
+        (entry.environment, entry.level) for entry in (mixture.draw(start + number) for number in range(num_draws))
+    )
+    return {key: count / num_draws for key, count in drawn.items()}
+
+
+def test_weights_are_realised_within_1_percent_anywhere_in_a_run():
+    mixture = Mixture({"math": 2, "science": 1, "code": 1, "tools": 0.5}, {"math": {0: 3, 2: 1}, "code": {1: 1}})
+    wanted = {("math", 0): 1.5, ("math", 2): 0.5, ("science", None): 1, ("code", 1): 1, ("tools", None): 0.5}
+    worst = {}
+    for num_draws in (300, 1000, 10_000):
+        for start in (0, 12_345):
+            got = shares(mixture, start, num_draws)
+            assert got.keys() == wanted.keys()
+            worst[num_draws, start] = max(abs(got[key] - weight / 4.5) for key, weight in wanted.items())
+    print(worst)
+    assert max(worst.values()) < MAX_ERROR
+    # Control: random draws miss it.
+    random = Random(0)
+    drawn = Counter(random.choices([0, 1, 2, 3], [2, 1, 1, 0.5], k=300))
+    assert max(abs(drawn[i] / 300 - weight / 4.5) for i, weight in enumerate([2, 1, 1, 0.5])) > MAX_ERROR
+
+
+def test_a_draw_depends_on_its_number_alone():
+    one, other = Mixture({"a": 1, "b": 2}), Mixture({"a": 1, "b": 2})
+    assert [one.draw(number) for number in range(50)] == [other.draw(number) for number in reversed(range(50))][::-1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "levels", "told"),
+    [({}, {}, "above 0"), ({"a": 0}, {}, "above 0"), ({"a": float("nan")}, {}, "above 0"),
+     ({"a": 1}, {"b": {0: 1}}, "not in the mixture"), ({"a": 1}, {"a": {0: -1}}, "levels of a")],
+)  # fmt: skip
+def test_wrong_mixtures_are_named(weights, levels, told):
+    with pytest.raises(ConfigError, match=told):
+        Mixture(weights, levels)
+
+
+def test_a_ladder_moves_at_its_bounds_and_goes_on_from_its_state():
+    ladder = Ladder(3, up=0.8, down=0.2, window=4)
+
+    def add(*rewards):
+        for reward in rewards:
+            ladder.add(ladder.level, reward)
+        return ladder.level
+
+    assert add(0, 0, 0, 0) == 0  # the lowest
+    assert add(1, 1, 1) == 0
+    assert add(1) == 1
+    assert add(1, 1, 1) == 1  # a level begins with no rewards
+    ladder.add(0, 1.0)  # late, of the level before
+    assert ladder.level == 1
+    again = Ladder(3, up=0.8, down=0.2, window=4)
+    again.load_state_dict(ladder.state_dict())
+    again.add(1, 0.2)
+    assert add(0.2) == again.level == 2
+    assert add(1, 1, 1, 1, 1) == 2  # the highest
+    assert add(0, 0, 0, 0) == 1
+    assert add(0.5, 0.5, 0.5, 0.5, 0.5) == 1
+    for wrong in ({"up": 0.1}, {"window": 0}, {"start": 3}):
+        with pytest.raises(ConfigError):
+            Ladder(3, **wrong)
