@@ -111,14 +111,16 @@ class Drawn:
         return Kept(is_kept_GW.nonzero()[:, 1], is_kept_GW.sum(dim=-1))
 
 
-def answers(llm: LLM, rng: random.Random, *, turns: int = 2, max_tokens: int = 8, longest: int = 70) -> Drawn:
+def answers(
+    llm: LLM, rng: random.Random, *, turns: int = 2, max_tokens: int = 8, longest: int = 70, ways=SAMPLED
+) -> Drawn:
     """Conversations in all ways of sampling: each next turn's prompt is the turn before and a few more tokens."""
     vocab_size = llm.cfg.vocab_size
     stem = [rng.randrange(vocab_size) for _ in range(longest)]
-    lengths = [longest, *(rng.randint(1, longest) for _ in SAMPLED[1:])]
+    lengths = [longest, *(rng.randint(1, longest) for _ in ways[1:])]
     drawn = Drawn(sequences=[[*stem[:length], rng.randrange(vocab_size)] for length in lengths])
     for _ in range(turns):
-        params = [SamplingParams(max_tokens=max_tokens, **REPORTED, seed=rng.getrandbits(31), **how) for how in SAMPLED]
+        params = [SamplingParams(max_tokens=max_tokens, **REPORTED, seed=rng.getrandbits(31), **how) for how in ways]
         outputs = llm.generate(drawn.sequences, params, use_tqdm=False)
         for number, (output, how) in enumerate(zip(outputs, params, strict=True)):
             answer = output.outputs[0]

@@ -12,6 +12,7 @@ import torch
 
 from glm5.common.errors import ConfigError, TrainingError
 from glm5.config.presets import preset
+from glm5.config.step import OptimizerConfig
 from glm5.engine import arithmetic, build
 from glm5.engine.llm import LLM
 from glm5.engine.runner.runner import Runner
@@ -20,8 +21,12 @@ from glm5.kernels.sampled_logprobs import sampled_logprobs
 from glm5.model.moe import RecordedExperts
 from glm5.model.packed import PackedView
 from glm5.model.seams import Selection
+from glm5.rl.algorithms.table import preset_of
 from glm5.rl.training import exact as exact_module
 from glm5.rl.training.exact import ExactPass
+from glm5.rl.training.objective import RLObjective
+from glm5.rl.training.policy import policy_step
+from glm5.train.batch import Batch
 from tests.support.exact import Drawn, answers, default_logprobs, num_unlike, prompts_of
 from tests.support.models import random_model
 from tests.support.rounding import logit_rounding
@@ -148,6 +153,29 @@ def test_gradients_are_those_of_the_definition_in_float64(fault, layers, seed, r
     error = {name: float((got[name] - want[name]).norm() / want[name].norm()) for name in want}
     print(f"largest error {max(error.values()):.1e}, allowed {GRADIENT:.1e}")
     assert (max(error.values()) < GRADIENT) == (fault is None)
+
+
+def test_the_ratio_of_a_training_step_is_one(layers, seed, rng):
+    """As a run trains: the objective's own metrics, exactly, and not for the definition's pass."""
+    model = trained(seed)
+    with engine(model, max_num_seqs=4) as llm:
+        drawn = answers(llm, rng, turns=1, ways=[{"temperature": 0.7}, {"temperature": 1.3}])
+    ids = [len(one) for one in drawn.sequences]
+    place_G = torch.tensor([sum(ids[:number]) + position + 1 for number, position in drawn.place])
+    values = {"policy": torch.ones(len(place_G)), "rollout": drawn.reported, "temperature": drawn.temperatures}
+    values["advantage"] = torch.linspace(-1, 1, len(place_G))
+    columns = {name: torch.zeros(sum(ids)).index_copy_(0, place_G, value) for name, value in values.items()}
+    ids_T = torch.tensor([token_id for one in drawn.sequences for token_id in one])
+    batch = Batch(ids_T, torch.zeros(len(ids_T)), ids, columns=columns)
+    metrics = []
+    for is_exact in (True, False):
+        exact = ExactPass(model, threads=1)
+        model.impl = exact if is_exact else None
+        scorer = exact.logprobs if is_exact else sampled_logprobs
+        step = policy_step(model, RLObjective(preset_of("grpo"), scorer=scorer), OptimizerConfig(kind="adamw"))
+        metrics.append(step.run([batch], 0.0))
+    assert (metrics[0]["ratio"], metrics[0]["mismatch_kl"], metrics[0]["masked"]) == (1.0, 0.0, 0.0)
+    assert metrics[1]["mismatch_kl"] > 0.0
 
 
 def test_what_cannot_be_exact_is_refused(seed, monkeypatch):
