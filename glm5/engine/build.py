@@ -21,6 +21,7 @@ from glm5.config.engine import EngineConfig, check_length
 from glm5.config.kv_events import KvEventsConfig
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
+from glm5.engine.arithmetic import ONE_THREAD, arithmetic_of, runs_native
 from glm5.engine.cache.capacity import free_bytes, plan_cache, planned_length, workspace_bytes
 from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache, Layout
 from glm5.engine.checks import check_disk, check_gpus
@@ -34,7 +35,6 @@ from glm5.engine.distributed.rank_wire import Begin, RankReply
 from glm5.engine.distributed.ranks import RankedCache, RankedRunner, RankedWeights, Ranks
 from glm5.engine.frontend.startup import WEIGHTS
 from glm5.engine.runner.direct_calls import call_directly
-from glm5.engine.runner.native import use_native
 from glm5.engine.runner.runner import Runner
 from glm5.engine.runner.warm import warm_up
 from glm5.engine.sampling.compiling import Compiler, Vocabulary
@@ -47,7 +47,7 @@ from glm5.engine.transport.heartbeat import Heartbeat
 from glm5.engine.transport.kv_events import KvEventPublisher
 from glm5.engine.transport.wire import EngineInfo, Start
 from glm5.engine.weights import Weights
-from glm5.kernels import cpu_layer, native_code
+from glm5.kernels import cpu_layer
 from glm5.kernels.compile_ahead import hash_compiler
 from glm5.kernels.invariant import pass_rows
 from glm5.kernels.kernel_count import start_counting
@@ -62,10 +62,7 @@ from glm5.parallel.table import UNSHARDED, Shard, local_config
 logger = logging.getLogger(__name__)
 
 AUTO_DEPTH = 3
-# Below this many active parameters a second thread costs torch more than it gains (the demo model: 0.6 M). Native code
-# divides the rows of a step instead, if there are enough; with more threads than these each has too few.
-_ONE_THREAD = 50e6
-_MOST_NATIVE_THREADS = 8
+_MOST_NATIVE_THREADS = 8  # with more, each would have too few of a step's rows
 _GIB = 2**30
 # The least number of pages in host memory, through which pages are copied to disk.
 _STAGED_PAGES = 64
@@ -171,7 +168,7 @@ def _load(
         in_background(hash_compiler, "glm5-compiler")
     if device.type == "cpu":
         cores = max(1, (os.cpu_count() or 1) // shard.size)
-        automatic = 1 if count_parameters(cfg).active < _ONE_THREAD else cores
+        automatic = 1 if count_parameters(cfg).active < ONE_THREAD else cores
         torch.set_num_threads(config.num_threads or automatic)
     on_progress(WEIGHTS, 0.0)
     if config.load_format == "dummy":
@@ -293,7 +290,8 @@ def _parts(
     cache = KVCache(cfg, num_pages, dtype=model.dtype, device=model.device, layout=layout, mtp=depth > 0)
     weights = Weights(model, source, group.shard, derived_from(config), shared)
     # All ranks have the same KV cache: the first one stores pages for all (loaded_pages.py).
-    copies = _copies(config, cache, group.shard.size, is_native=is_native) if group.shard.rank == 0 else None
+    arithmetic = arithmetic_of(model, is_native=is_native) if is_native or config.deterministic else None
+    copies = _copies(config, cache, group.shard.size, arithmetic) if group.shard.rank == 0 else None
     machine = "native" if is_native else model.device.type
     cost = StepCost.of(cfg, weight_bytes(model), machine, group.shard.size)
     prompt_share = PromptShare.of(config, model.device.type, cost)
@@ -321,6 +319,7 @@ def _parts(
         max_logprobs=min(config.max_logprobs, cfg.vocab_size),
         routed_experts=config.enable_return_routed_experts,
         simulated_acceptance=simulated,
+        arithmetic=arithmetic if group.shard.size == 1 and layout == "auto" else None,
         **sizes_of(model, cache, group.shard.size),
         table=[
             *start_table(config, model, cache, max_model_len, depth, prompt_share, scheduler, is_native=is_native),
@@ -433,7 +432,7 @@ def derived_from(config: EngineConfig) -> bytes:
     return b"" if config.adapter is None else identity_of(Path(config.adapter))
 
 
-def _copies(config: EngineConfig, cache: KVCache, num_ranks: int, *, is_native: bool) -> CopyQueue | None:
+def _copies(config: EngineConfig, cache: KVCache, num_ranks: int, arithmetic: str | None) -> CopyQueue | None:
     """The lower tiers, if configured."""
     if not _has_tiers(config):
         return None
@@ -446,7 +445,7 @@ def _copies(config: EngineConfig, cache: KVCache, num_ranks: int, *, is_native: 
     }
     if config.deterministic:
         info["ranks"] = num_ranks
-        info["arithmetic"] = str(cpu_layer.identity()) if is_native else _arithmetic(cache.device)
+        info["arithmetic"] = str(arithmetic)
     parts = cache.parts()
     layout = layout_of(parts, info)
     num_bytes = max(int(config.kv_offloading_size * _GIB), _STAGED_PAGES * layout.num_bytes)
@@ -455,17 +454,6 @@ def _copies(config: EngineConfig, cache: KVCache, num_ranks: int, *, is_native: 
     if config.kv_disk_dir is not None:
         disk = DiskTier(config.kv_disk_dir, int(config.kv_disk_size * _GIB), layout)
     return CopyQueue(page_io(parts), host, disk, num_workers=_COPY_WORKERS)
-
-
-def _arithmetic(device: torch.device) -> str:
-    """A key for bit-equal arithmetic: the GPU model, or the CPU model with its capability and threads; and the rows of
-    a pass."""
-    if device.type == "cuda":
-        machine = torch.cuda.get_device_name(device)
-    else:
-        capability, num_threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-        machine = f"{native_code.processor()}, {capability}, {num_threads} threads"
-    return f"{machine}, passes of {pass_rows(device)} rows"
 
 
 def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[[], Tokenizer]) -> Vocabulary:
@@ -487,10 +475,8 @@ def _vocabulary(cfg: ModelConfig, source: Path | None, load_tokenizer: Callable[
 
 
 def _runs_native(config: EngineConfig, model: Glm5, layout: Layout, group: Group) -> bool:
-    """Whether native layers are used: only for small models, whose weights they copy; they record no routing."""
-    is_small = count_parameters(model.cfg).active < _ONE_THREAD
-    is_plain = group.shard.size == 1 and layout == "auto" and not config.enable_return_routed_experts
-    if not (is_small and is_plain and use_native(model)):
+    """Whether native layers are used."""
+    if not (group.shard.size == 1 and layout == "auto" and runs_native(model)):
         return False
     cpu_layer.set_threads(config.num_threads or min(_MOST_NATIVE_THREADS, usable_cores()))
     return True

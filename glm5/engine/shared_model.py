@@ -96,5 +96,6 @@ def _stamp(given: Mapping[str, Tensor]) -> list[tuple[int, int]]:
 def _sums(given: Mapping[str, Tensor]) -> list[int]:
     """Sums of each trainable tensor, as bits, since a sum may be NaN."""
     learning = [tensor for tensor in given.values() if tensor.dtype.is_floating_point and tensor.element_size() > 1]
-    sums = [tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)).double() for tensor in learning]
-    return torch.stack(sums).view(torch.int64).tolist()
+    is_wide = any(tensor.dtype == torch.float64 for tensor in learning)
+    sums = [tensor.sum(dtype=torch.float64 if is_wide else torch.float32) for tensor in learning]
+    return torch.stack(sums).double().view(torch.int64).tolist()

@@ -8,7 +8,8 @@ at a time, and rows of 4 with SSE. 24 rows are alike with SSE, AVX2 and AVX-512,
 exp of single elements. The rest has separate implementations:
 
     sums over keys, rows of an expert     tiles of one shape: `impl="invariant"` of index_score, sparse_mla,
-                                          grouped_experts; `invariant_triton`: Triton's kernels under one tiling
+                                          grouped_experts; `invariant_triton`: Triton's kernels under one tiling,
+                                          those over plain weights for any number of rows (row_linear)
     sigmoid, silu on a CPU                below: torch computes the last elements of a piece of memory, or of a
                                           thread's share of it, otherwise than those before them
 
@@ -32,7 +33,7 @@ from glm5.kernels.dispatch import forward_only, machine_of
 #     a prompt of 256          198.0  104.8   59.5   38.8       21.1
 PASS_ROWS = 24
 _TILE_ROWS_GPU = 8
-_PASS_ROWS_GPU = 128  # 251 of 256 experts are read once for as many rows, where 32 read 163 (docs/numerics.md)
+PASS_ROWS_GPU = 128  # 251 of 256 experts are read once for as many rows, where 32 read 163 (docs/numerics.md)
 WIDTH_UNIT = 4  # values: 16 bytes in float32
 
 Impl = Literal["auto", "invariant", "invariant_triton"]  # what the seams of a model and of a cache ask kernels for
@@ -45,7 +46,7 @@ def impl_on(device: torch.device, dtype: torch.dtype) -> Impl:
 
 def pass_rows(device: torch.device) -> int:
     """Rows of a pass on this device."""
-    return PASS_ROWS if device.type == "cpu" else _PASS_ROWS_GPU
+    return PASS_ROWS if device.type == "cpu" else PASS_ROWS_GPU
 
 
 def tile_rows(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from glm5.model.linear import Linear
 from glm5.model.mtp import MTPLayer
 from glm5.model.norm import RMSNorm
 from glm5.model.packed import PackedView
-from glm5.model.seams import KVView, Rope, Selection, TrunkImpl
+from glm5.model.seams import HiddenImpl, KVView, Rope, Selection, TrunkImpl
 
 
 class Embedding(nn.Module):
@@ -43,6 +43,8 @@ class Trunk(nn.Module):
 class Glm5(nn.Module):
     """A GLM-5 model on one device. Parameters are named as in the checkpoint, experts stacked."""
 
+    impl: HiddenImpl | None = None
+    """Another way to compute `forward`."""
     trunk: TrunkImpl | None = None
     """Another way to compute layers one after the other, where it can."""
 
@@ -64,6 +66,8 @@ class Glm5(nn.Module):
 
     def forward(self, ids_T: Tensor, view: KVView) -> Tensor:
         """Hidden states [T, D] after the final norm, for packed token ids [T]; the view's keys grow by T."""
+        if self.impl is not None:
+            return self.impl(ids_T, view)
         x_TD = self.model.embed_tokens(ids_T)
         return self.model.norm(self.through(x_TD, view, range(self.cfg.num_hidden_layers)))
 

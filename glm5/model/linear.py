@@ -6,19 +6,27 @@ from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled
 from glm5.kernels.fp8_linear import fp8_linear
+from glm5.kernels.invariant import Impl
 from glm5.kernels.quantized_linear import quantized_linear
 from glm5.kernels.quantized_weight import QuantizedWeight, WeightFormat
+from glm5.kernels.row_linear import row_linear
 
 
 class Linear(nn.Module):
-    """y = x W^T with `weight` [O, I] in the model's dtype."""
+    """y = x W^T with `weight` [O, I] in the model's dtype. `impl`: the product of torch, or `row_linear`."""
+
+    impl: Impl = "auto"
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return self.product(x, self.weight)
+
+    def product(self, x: Tensor, weight_OI: Tensor) -> Tensor:
+        """x times the transpose of a weight like this layer's."""
+        return F.linear(x, weight_OI) if self.impl == "auto" else row_linear(x, weight_OI)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight [O, I] as a plain tensor, for math that folds it (absorbed attention)."""

@@ -111,14 +111,23 @@ def use_invariant(model: Glm5, local: ModelConfig | None = None) -> None:
     if model.device.type == "cpu":
         _check_products(model)
     impl, cfg = impl_on(model.device, model.dtype), model.cfg
+    plain = impl if not weight_kinds(model) else "invariant"
     for module in model.modules():
-        if isinstance(module, Experts | QuantizedExperts | MLP):
+        if isinstance(module, Experts) or (isinstance(module, Linear) and plain == "invariant_triton"):
+            module.impl = plain
+        elif isinstance(module, QuantizedExperts | MLP):
             module.impl = "invariant"
         elif isinstance(module, BlockScaledExperts):
             module.impl = impl
         elif isinstance(module, Router):
             fits = cfg.n_group == 1 and cfg.num_experts_per_tok <= MAX_CHOICES
             module.impl = impl if fits else "invariant"
+
+
+def rows_are_alone(model: Glm5) -> bool:
+    """Whether, after `use_invariant`, rows are independent of each other in calls with any number of rows."""
+    seams = [module for module in model.modules() if isinstance(module, Linear | Experts | Router)]
+    return not weight_kinds(model) and all(module.impl == "invariant_triton" for module in seams)
 
 
 def _check_products(model: Glm5) -> None:

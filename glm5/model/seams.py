@@ -95,10 +95,21 @@ class LayerImpl(Protocol):
 
 
 class TrunkImpl(Protocol):
-    """Another way to compute consecutive layers, of which the first has an indexer: native code."""
+    """Another way to compute consecutive layers, of which the first has an indexer: native code. `recorded`, if a list,
+    gets the experts of each call's rows, int16 [T, MoE layers, A]."""
+
+    recorded: list[Tensor] | None
 
     def __call__(self, x_TD: Tensor, rope: Rope, view: KVView, layers: range) -> Tensor | None:
         """As `Glm5.through`, or None, with nothing done, where this way does not lead."""
+        ...
+
+
+class HiddenImpl(Protocol):
+    """Another way to compute the hidden states: in the arithmetic of an engine."""
+
+    def __call__(self, ids_T: Tensor, view: KVView) -> Tensor:
+        """As `Glm5.forward`."""
         ...
 
 

@@ -13,13 +13,15 @@ from glm5.engine.runner.forward.passes import Passes
 from glm5.engine.runner.fused.fused_model import FusedModel
 from glm5.kernels.block_scaled import quantize_blocks
 from glm5.kernels.fp8_linear import fp8_linear
-from glm5.kernels.grouped_experts import grouped_experts
+from glm5.kernels.grouped_experts import SharedExpert, grouped_experts
 from glm5.kernels.invariant import pass_rows
+from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.router import router
+from glm5.kernels.row_linear import row_linear
 from glm5.model.lowering import use_invariant
 from tests.support.arranged_keys import Paged, Sizes
 from tests.support.arranged_rows import in_turn, make_ids, mixed
-from tests.support.experts import make_experts
+from tests.support.experts import make_experts, plain
 
 pytestmark = pytest.mark.gpu
 
@@ -74,6 +76,36 @@ def test_experts_of_a_row_are_its_own(gen):
     for count in (1, 9, ROWS):
         some = torch.randperm(ROWS, generator=gen)[:count].cuda()
         assert torch.equal(run(some), want[some])
+
+
+@pytest.mark.parametrize("sizes", [(256, 128, 16, 4), (6144, 2048, 8, 4)], ids=["mini", "GLM-5"])
+def test_plain_weights_give_a_row_the_same_bits_among_any_number(sizes, gen):
+    """What an exact training pass rests on: rows of a pass and those of a whole batch."""
+    width, ffn, num_experts, num_chosen = sizes
+    count = 3000
+    case = plain(make_experts(count, num_experts, num_chosen, width, ffn, gen), torch.bfloat16)
+    x, weight, expert = case.x.cuda(), case.weight.cuda(), case.expert.cuda()
+    stacks, shared = (case.gate_up.cuda(), case.down.cuda()), SharedExpert(*(each.cuda() for each in case.shared))
+    gate = torch.randn(num_experts, width, generator=gen).bfloat16().cuda() * width**-0.5
+    bias = torch.zeros(num_experts, device="cuda")
+    how = {"top_k": num_chosen, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "scaling_factor": 2.5}
+    q, w = (torch.randn(*shape, generator=gen).bfloat16().cuda() for shape in ((count, 8, 64), (8, 32, 128)))
+    cos, sin = (torch.randn(count, 16, generator=gen).bfloat16().cuda() for _ in range(2))
+
+    def run(rows):
+        chosen = x[rows], *stacks, weight[rows], expert[rows]
+        return (
+            row_linear(x[rows], shared.gate),
+            grouped_experts(*chosen, shared=shared, impl="invariant_triton"),
+            *router(x[rows], gate, bias, impl="invariant_triton", **how),
+            mla_queries(q[rows], w, cos[rows], sin[rows], impl="invariant_triton"),
+        )
+
+    want = run(torch.arange(count).cuda())
+    for num in (1, ROWS, 1000):
+        some = torch.randperm(count, generator=gen)[:num].cuda()
+        for got, whole in zip(run(some), want, strict=True):
+            assert torch.equal(got, whole[some])
 
 
 @pytest.mark.parametrize("kind", ["fp8", "plain"])

@@ -18,7 +18,7 @@ import pytest
 
 from glm5.config.engine import EngineConfig
 from glm5.config.presets import preset
-from glm5.engine import build
+from glm5.engine import arithmetic
 from glm5.engine.build import build_core
 from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache
 from glm5.engine.sampling.params import SamplingParams
@@ -122,7 +122,7 @@ def status(name: str) -> int:
 )
 def test_a_prompt_of_many_tokens(layers, rng, monkeypatch):
     if layers == "torch":
-        monkeypatch.setattr(build, "use_native", lambda _model: False)
+        monkeypatch.setattr(arithmetic, "use_native", lambda _model, **_: False)
     before, contexts = status("VmRSS"), CONTEXTS[layers]
     meter = Meter()
     assert meter.is_native == (layers == "native")

@@ -50,6 +50,23 @@ def make_experts(T: int, E: int, A: int, D: int, ffn: int, gen: torch.Generator)
     return ExpertCase(x, stacked, weights(E, D, ffn), torch.rand(T, A, generator=gen), expert.contiguous(), shared)
 
 
+def plain(case: ExpertCase, dtype: torch.dtype) -> ExpertCase:
+    """The same with plain weights."""
+
+    def dense(weight: BlockScaled) -> Tensor:
+        return weight.dequantize(torch.float32).to(dtype)
+
+    def stacked(weight: BlockScaled) -> Tensor:
+        return torch.stack([dense(BlockScaled(*pair)) for pair in zip(*weight, strict=True)])
+
+    return case._replace(
+        x=case.x.to(dtype),
+        gate_up=torch.cat([stacked(half) for half in case.gate_up.split_gate_up()], dim=1),
+        down=stacked(case.down),
+        shared=SharedExpert(*map(dense, case.shared)),
+    )
+
+
 def exact_sum(case: ExpertCase, *, with_shared: bool) -> Tensor:
     """What the weights stand for, in float64, expert by expert; nothing is quantized or rounded on the way."""
     x = case.x.double()

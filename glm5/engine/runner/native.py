@@ -24,19 +24,27 @@ from glm5.model.norm import RMSNorm
 from glm5.model.seams import KVView, Rope, Selection
 
 
-def use_native(model: Glm5) -> bool:
+def use_native(model: Glm5, *, by_layer: bool = False) -> bool:
     """Run `model`'s layers in native code from now on, for views of host memory. False, and nothing changed, where that
-    cannot be: no compiler, other weights than float32 in host memory, experts in groups."""
+    cannot be: no compiler, other weights than float32 in host memory, experts in groups. `by_layer`: in one call for
+    each layer instead of one for all, with the same results."""
     cfg = model.cfg
     is_plain = all(tensor.is_cpu and tensor.dtype == torch.float32 for tensor in model.state_dict().values())
     if not is_plain or cfg.n_group > 1 or not available():
         return False
     layers = _layers(model)
-    model.trunk = NativeTrunk(cfg, layers[: cfg.num_hidden_layers])
+    if by_layer:
+        for layer_idx, layer in enumerate(layers):
+            layer.impl = NativeLayer(cfg, layer, layer_idx)
+    else:
+        recorded = None if model.trunk is None else model.trunk.recorded
+        model.trunk = NativeTrunk(cfg, layers[: cfg.num_hidden_layers])
+        model.trunk.recorded = recorded
+        if cfg.num_nextn_predict_layers:
+            layers[-1].impl = NativeLayer(cfg, layers[-1], cfg.num_hidden_layers)
     _replace(model, "lm_head")
     _replace(model.model, "norm")
     if cfg.num_nextn_predict_layers:
-        layers[-1].impl = NativeLayer(cfg, layers[-1], cfg.num_hidden_layers)
         for name in ("enorm", "hnorm", "eh_proj"):
             _replace(model.mtp, name)
         _replace(model.mtp.shared_head, "norm")
@@ -105,7 +113,10 @@ class NativeLinear(nn.Module):
 
 
 class _Native:
-    """Consecutive layers over the parameters of `layers`, of which the first is number `first`."""
+    """Consecutive layers over the parameters of `layers`, of which the first is number `first`. `recorded`, if a list,
+    gets the experts of each call's rows, int16 [T, MoE layers, A]."""
+
+    recorded: list[Tensor] | None = None
 
     def __init__(self, cfg: ModelConfig, layers: Sequence[DecoderLayer], first: int):
         self.first, self.count = first, len(layers)
@@ -125,7 +136,8 @@ class _Native:
             return None
         assert self._run is not None, "released"
         given_TK = None if selection is None else selection.keys_TK
-        return self._run(x_TD, rope.cis_TR2, keys, self.first, given_TK, is_given=selection is not None)
+        is_given = selection is not None
+        return self._run(x_TD, rope.cis_TR2, keys, self.first, given_TK, is_given=is_given, recorded=self.recorded)
 
 
 class NativeLayer(_Native):

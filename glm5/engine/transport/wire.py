@@ -293,7 +293,8 @@ class EngineInfo(msgspec.Struct):
     `simulated_acceptance`: for speed measurements, drafts are accepted at random, with so many tokens a step.
     `kv_events`: where events of the KV cache are published. `accelerator`: name of the GPU, None for a CPU, and
     `num_ranks`, how many of them hold the model. `weight_bytes` and `cache_bytes`: memory of each. `cache_dtype`: the
-    cache's layout.
+    cache's layout. `arithmetic`: of an engine on one rank whose bits do not depend on the batch, a key of
+    its arithmetic (arithmetic.py), for trainers that compute in the same.
     """
 
     page_size: int
@@ -313,6 +314,7 @@ class EngineInfo(msgspec.Struct):
     weight_bytes: int = 0
     cache_bytes: int = 0
     cache_dtype: str = "auto"
+    arithmetic: str | None = None
 
 
 class Ready(msgspec.Struct, tag=True):

@@ -159,7 +159,7 @@ def _native() -> ctypes.CDLL:
         raise ValueError("native layers need a C++ compiler; use the torch layers")
     at, count = ctypes.c_void_p, ctypes.c_int32
     layers, step, pools = (ctypes.POINTER(kind) for kind in (LayerStruct, StepStruct, PoolStruct))
-    native.glm5_layers.argtypes = [layers, count, step, pools, pools, count, at, count, at, at, at]
+    native.glm5_layers.argtypes = [layers, count, step, pools, pools, count, at, count, at, at, at, at]
     native.glm5_linear.argtypes = [at, at, count, count, count, count, at]
     native.glm5_norm.argtypes = [at, at, count, count, ctypes.c_float, at]
     return native
@@ -173,6 +173,7 @@ class CpuLayers:
         native = _native()
         self._run: Callable[..., Any] = native.glm5_layers
         self._weights, self._top_k = tuple(weights), sizes[0].index_topk
+        self._routing = sum(size.experts > 0 for size in sizes), sizes[0].active
         places = native.glm5_panel(), native.glm5_lanes()
         self._packed = [pack(size, weight, *places) for size, weight in zip(sizes, weights, strict=True)]
         structs = [layer_struct(size, constants, part) for size, part in zip(sizes, self._packed, strict=True)]
@@ -194,11 +195,12 @@ class CpuLayers:
         selected_TK: Tensor | None,
         *,
         is_given: bool,
+        recorded: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The last layer's output [T, D] and the keys that it selected or was given, int32 [T, index_topk], or None for
         all visible ones. `cis_TR2`: cos + i sin of RoPE, complex64. `first`: the pool of the first layer.
         `selected_TK`: a selection for the first layer if `is_given`; later layers without an indexer take the one
-        before."""
+        before. `recorded` gets the experts of each row, int16 [T, MoE layers, A]."""
         refuse_gradient("a native layer", x_TD, *self._weights)
         x_TD = x_TD.contiguous()
         if not is_given and not keys.sees_few:
@@ -208,7 +210,11 @@ class CpuLayers:
         y_TD = torch.empty_like(x_TD)
         where = keys.step.struct, keys.pools.latents, keys.pools.index_keys, first
         given = None if selected_TK is None else selected_TK.data_ptr(), is_given
-        rows = cis_TR2.data_ptr(), x_TD.data_ptr(), y_TD.data_ptr()
+        experts = None
+        if recorded is not None:
+            recorded.append(torch.empty(len(x_TD), *self._routing, dtype=torch.int16))
+            experts = recorded[-1].data_ptr()
+        rows = experts, cis_TR2.data_ptr(), x_TD.data_ptr(), y_TD.data_ptr()
         # A `record_function` takes as long as a norm.
         profiled = torch.autograd.profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
         with torch.profiler.record_function("glm5::decoder_layers") if profiled else nullcontext():

@@ -51,6 +51,14 @@ inline void route(const Layer& layer, const float* x, int rows, ExpertRoom& room
     }
 }
 
+// Reports the choice of rows, of which the first is number `first`.
+inline void report(const Layer& layer, const ExpertRoom& room, int first, int rows, Routing routing) {
+    if (!routing.to) return;
+    for (int64_t row = 0; row < rows; ++row)
+        for (int a = 0; a < layer.active; ++a)
+            routing.to[(first + row) * routing.step + a] = int16_t(room.chosen[row * layer.active + a]);
+}
+
 // Pairs (row, choice) by expert: those of expert e are pairs[start[e]] .. pairs[start[e + 1] - 1], ascending.
 inline void sort_pairs(const Layer& layer, int num_pairs, ExpertRoom& room) {
     int E = layer.experts;

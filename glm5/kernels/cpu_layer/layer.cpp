@@ -54,9 +54,9 @@ static void norm_rows(const float* x, const float* weight, int rows, int width, 
 class Call {
    public:
     Call(const Layer& layer, const Step& step, const Pool& latents, const Pool& index_keys, Selection selection,
-         const float* cis, const float* x, float* y)
-        : layer(layer), step(step), latents(latents), index_keys(index_keys), selection(selection), cis(cis), x(x),
-          y(y) {
+         Routing routing, const float* cis, const float* x, float* y)
+        : layer(layer), step(step), latents(latents), index_keys(index_keys), selection(selection), routing(routing),
+          cis(cis), x(x), y(y) {
         selects = layer.index_q && !selection.is_given;
         input_width = layer.q_rank + layer.kv_rank + layer.rope + (selects ? layer.index_dim + layer.index_heads : 0);
     }
@@ -75,6 +75,7 @@ class Call {
     const Pool& latents;
     const Pool& index_keys;
     const Selection selection;
+    const Routing routing;
     const float *cis, *x;
     float* y;
     bool selects;
@@ -117,7 +118,10 @@ class Call {
         attention(first, end, room, to);
         float* normed = sized(room.x, int64_t(rows) * D);
         norm_rows(to, layer.post_norm, rows, D, layer.eps, normed);
-        if (layer.experts) run_experts(layer, normed, rows, room.experts, to);
+        if (layer.experts) {
+            run_experts(layer, normed, rows, room.experts, to);
+            report(layer, room.experts, first, rows, routing);
+        }
         run_mlp(normed, rows, D, layer.dense_width, layer.gate_up, layer.down, room.mlp, to, true);
     }
 
@@ -200,16 +204,21 @@ extern "C" int glm5_lanes() { return glm5::LANES; }
 
 // Layers one after the other, x [T, hidden] to y [T, hidden]. Rows are written to the pools, of which the first layer's
 // is number `first`. `selected` is filled by layers with an indexer and read by those without; by the first one, too,
-// if it `is_given`. 1: out of memory.
+// if it `is_given`. `experts`, if not null, gets those of each row: [T, layers with experts, active]. 1: out of memory.
 extern "C" int glm5_layers(const glm5::Layer* layers, int32_t count, const glm5::Step* step, const glm5::Pool* latents,
                            const glm5::Pool* index_keys, int32_t first, int32_t* selected, int32_t is_given,
-                           const float* cis, const float* x, float* y) {
+                           int16_t* experts, const float* cis, const float* x, float* y) {
     try {
+        int active = layers[count - 1].active, num_moe = 0;
+        for (int at = 0; at < count; ++at) num_moe += layers[at].experts > 0;
+        int64_t step_of_experts = int64_t(num_moe) * active;
         for (int at = 0; at < count; ++at) {
             glm5::Selection selection{selected, at ? !layers[at].index_q : bool(is_given)};
             const float* from = at ? y : x;
-            glm5::Call call(layers[at], *step, latents[first + at], index_keys[first + at], selection, cis, from, y);
+            glm5::Call call(layers[at], *step, latents[first + at], index_keys[first + at], selection,
+                            {experts, step_of_experts}, cis, from, y);
             if (!call.run()) return 1;
+            if (experts && layers[at].experts) experts += active;
         }
         return 0;
     } catch (const std::bad_alloc&) {

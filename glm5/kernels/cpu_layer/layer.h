@@ -48,6 +48,12 @@ struct Pool {
     }
 };
 
+// Where the experts of rows are reported: those of row t from to[t * step] on. Null: nowhere.
+struct Routing {
+    int16_t* to;
+    int64_t step;
+};
+
 // Keys that a row reads: [T, index_topk], ascending, -1 behind them. Null: all that it sees.
 struct Selection {
     int32_t* keys;

@@ -35,11 +35,11 @@ def grouped_experts(
     if the caller has it; `triton` reads it for more than FEW_TOKENS.
 
     `trained`: plain weights with a gradient, in grouped GEMMs without host synchronization; sums in float32. The others
-    have no gradient. `invariant`, and `invariant_triton` for BlockScaled weights on a GPU: a row's result does not
-    depend on other rows, bit for bit. `grouped_mm`: plain weights on a CPU; `one_by_one`: the same for one or two
-    tokens. `on_device`: plain weights on a GPU without host synchronization. `triton`: BlockScaled weights on a GPU; it
-    sums in float32, does not quantize x for few tokens, and rounds outputs to x's dtype for many tokens only, so it is
-    more accurate than the reference. `cuda`: many tokens on Hopper, likewise.
+    have no gradient. `invariant`, and `invariant_triton` on a GPU: a row's result does not depend on other rows,
+    bit for bit; with the latter, for any number of rows. `grouped_mm`: plain weights on a CPU; `one_by_one`: the
+    same for one or two tokens. `on_device`: plain weights on a GPU without host synchronization. `triton`:
+    BlockScaled weights on a GPU; it sums in float32, does not quantize x for few tokens, and rounds outputs to x's
+    dtype for many tokens only, so it is more accurate than the reference. `cuda`: many tokens on Hopper, likewise.
     """
     run = TABLE.module(impl, x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared).grouped_experts
     return run(x_TD, gate_up_proj, down_proj, weight_TA, expert_TA, shared, quantized)
@@ -101,5 +101,5 @@ TABLE = Table(
     ),
     reference=Impl("the definition"),
     invariant=Impl("a row's result does not depend on the others, bit for bit"),
-    invariant_triton=Impl("the same over FP8 weights on a GPU", on="triton", module="triton_invariant"),
+    invariant_triton=Impl("the same on a GPU", on="triton", module="triton_invariant"),
 )

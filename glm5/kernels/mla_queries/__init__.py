@@ -8,6 +8,7 @@ TABLE = Table(
     __name__,
     triton=Impl("absorption and rotation in one launch", on="triton"),
     reference=Impl("the definition"),
+    invariant_triton=Impl("the same kernel under one tiling", on="triton", module="triton_invariant"),
 )
 
 
@@ -22,7 +23,8 @@ def mla_queries(
 ) -> Tensor:
     """Queries [T, H, N + R] absorbed into latents, [T, H, C + R]: the first N dimensions by `w_HNC`, the rest rotated.
 
-    cos and sin as in `rope`. `triton`: on a GPU. No gradient passes.
+    cos and sin as in `rope`. `triton`: on a GPU; `invariant_triton`: a row's result
+    does not depend on the others. No gradient passes.
 
     `early`: a buffer for the result, which is then computed while the previous kernel runs. That kernel must not touch
     inputs or result, must wait for earlier kernels, and must be launched after `early` was allocated.

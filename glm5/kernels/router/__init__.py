@@ -3,6 +3,9 @@
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
+from glm5.kernels.router.reference import replay
+
+__all__ = ["MAX_CHOICES", "replay", "router"]
 
 MAX_CHOICES = 32  # of the Triton kernel
 
@@ -16,7 +19,7 @@ TABLE = Table(
     ),
     reference=Impl("the definition"),
     invariant=Impl("a sigmoid that computes all elements alike"),
-    invariant_triton=Impl("the same kernels: their tiling follows from T alone", on="triton", module="triton"),
+    invariant_triton=Impl("the same kernels under one tiling", on="triton", module="triton_invariant"),
 )
 
 
@@ -35,9 +38,9 @@ def router(
     """(weight [T, A] float32, expert [T, A] int32, ascending) of the A = top_k experts of each token (model spec 3.6).
 
     Differentiable in x and weight through the chosen sigmoid scores; the choice itself and the bias get no gradient.
-    `invariant`, and `invariant_triton` on a GPU: for one T, a row's result does not depend on the others, bit for bit;
-    no gradient at all. `triton`: no gradient, one group, and a NaN score counts as the lowest. Raises ValueError if
-    groups and experts do not match.
+    `invariant`: for one T, a row's result does not depend on the others, bit for bit; `invariant_triton`, on a GPU: for
+    any T; no gradient at all. `triton`: no gradient, one group, and a NaN score counts as the lowest. Raises ValueError
+    if groups and experts do not match.
     """
     num_experts = weight_ED.shape[0]
     per_group = num_experts // n_group

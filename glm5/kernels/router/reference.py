@@ -52,17 +52,48 @@ def choose(
     scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """The experts and weights for scores p."""
+    expert_TA = _best_experts(p_TE, bias_E, top_k=top_k, n_group=n_group, topk_group=topk_group)
+    return _weights_of(p_TE, expert_TA, norm_topk_prob=norm_topk_prob, scaling_factor=scaling_factor), expert_TA.int()
+
+
+def replay(
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor,
+    recorded_TA: Tensor,
+    *,
+    top_k: int,
+    n_group: int,
+    topk_group: int,
+    norm_topk_prob: bool,
+    scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    """As `router`, where a row of `recorded_TA` without -1 is the choice."""
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    p_TE = F.linear(x_TD.to(wide), weight_ED.to(wide)).sigmoid()
+    own_TA = _best_experts(p_TE, bias_E, top_k=top_k, n_group=n_group, topk_group=topk_group)
+    is_known_T1 = (recorded_TA >= 0).all(dim=-1, keepdim=True)
+    expert_TA = torch.where(is_known_T1, recorded_TA.long(), own_TA)
+    return _weights_of(p_TE, expert_TA, norm_topk_prob=norm_topk_prob, scaling_factor=scaling_factor), expert_TA.int()
+
+
+def _best_experts(p_TE: Tensor, bias_E: Tensor, *, top_k: int, n_group: int, topk_group: int) -> Tensor:
+    """int64 [T, A], ascending."""
     choice_TE = p_TE.detach() + bias_E.to(p_TE.dtype)
     if n_group > 1:
         choice_TGE = choice_TE.unflatten(-1, (n_group, -1))
         group_TG = best(choice_TGE.topk(2, dim=-1).values.sum(dim=-1), topk_group).long()
         out_TG = torch.ones_like(choice_TGE[..., 0], dtype=torch.bool).scatter_(1, group_TG, value=0)
         choice_TE = choice_TGE.masked_fill(out_TG[..., None], float("-inf")).flatten(-2)
-    expert_TA = _few_best(choice_TE, top_k) if choice_TE.numel() <= _FEW else best(choice_TE, top_k).long()
+    return _few_best(choice_TE, top_k) if choice_TE.numel() <= _FEW else best(choice_TE, top_k).long()
+
+
+def _weights_of(p_TE: Tensor, expert_TA: Tensor, *, norm_topk_prob: bool, scaling_factor: float) -> Tensor:
+    """[T, A], from all scores: a choice that is not the router's own has a gradient too."""
     weight_TA = p_TE.gather(1, expert_TA)
     if norm_topk_prob:
         weight_TA = weight_TA / (weight_TA.sum(dim=-1, keepdim=True) + 1e-20)
-    return weight_TA * scaling_factor, expert_TA.int()
+    return weight_TA * scaling_factor
 
 
 def _few_best(choice_TE: Tensor, top_k: int) -> Tensor:

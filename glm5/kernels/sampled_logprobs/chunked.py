@@ -12,15 +12,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from glm5.kernels.sampled_logprobs.kept import Kept
-from glm5.kernels.sampled_logprobs.reference import divisor, entropy, log_distribution
+from glm5.kernels.sampled_logprobs.reference import Head, divisor, entropy, log_distribution
 
 
 def sampled_logprobs(
-    hidden_TD: Tensor, weight_WD: Tensor, target_T: Tensor, temperature_T: Tensor, kept: Kept | None, chunk: int
+    hidden_TD: Tensor,
+    weight_WD: Tensor,
+    target_T: Tensor,
+    temperature_T: Tensor,
+    kept: Kept | None,
+    chunk: int,
+    head: Head | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.sampled_logprobs`."""
     kept_ids_N, count_T = (None, None) if kept is None else kept
-    return _SampledLogprobs.apply(hidden_TD, weight_WD, target_T.long(), temperature_T, kept_ids_N, count_T, chunk)
+    given = hidden_TD, weight_WD, target_T.long(), temperature_T, kept_ids_N, count_T, chunk, head
+    return _SampledLogprobs.apply(*given)
 
 
 def _parts(num: int, chunk: int, kept: Kept | None) -> Iterator[tuple[slice, Kept | None]]:
@@ -30,16 +37,16 @@ def _parts(num: int, chunk: int, kept: Kept | None) -> Iterator[tuple[slice, Kep
 
 class _SampledLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_WD, target_T, temperature_T, kept_ids_N, count_T, chunk):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden_TD, weight_WD, target_T, temperature_T, kept_ids_N, count_T, chunk, head):  # type: ignore[no-untyped-def]
         kept = None if kept_ids_N is None else Kept(kept_ids_N, count_T)
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
         logprob_T, entropy_T = (torch.empty(len(target_T), dtype=wide, device=hidden_TD.device) for _ in range(2))
         for part, kept_part in _parts(len(target_T), chunk, kept):
-            logprob_TW, dropped_TW = log_distribution(hidden_TD[part], weight_WD, temperature_T[part], kept_part)
+            logprob_TW, dropped_TW = log_distribution(hidden_TD[part], weight_WD, temperature_T[part], kept_part, head)
             logprob_T[part] = logprob_TW.gather(1, target_T[part].unsqueeze(1)).squeeze(1)
             entropy_T[part] = entropy(logprob_TW, dropped_TW)
         ctx.save_for_backward(hidden_TD, weight_WD, target_T, temperature_T, kept_ids_N, count_T, entropy_T)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.head = chunk, head
         ctx.set_materialize_grads(False)
         return logprob_T, entropy_T
 
@@ -54,7 +61,8 @@ class _SampledLogprobs(torch.autograd.Function):
         if grad_logprob_T is None:
             grad_logprob_T = torch.zeros_like(entropy_T)
         for part, kept_part in _parts(len(target_T), ctx.chunk, kept):
-            logprob_TW, dropped_TW = log_distribution(hidden_TD[part], weight_WD, temperature_T[part], kept_part)
+            given = hidden_TD[part], weight_WD, temperature_T[part], kept_part, ctx.head
+            logprob_TW, dropped_TW = log_distribution(*given)
             scale_T1 = 1 / divisor(temperature_T[part], entropy_T.dtype)[:, None]
             grad_T1 = grad_logprob_T[part, None] * scale_T1
             p_TW = logprob_TW.exp()
@@ -71,4 +79,4 @@ class _SampledLogprobs(torch.autograd.Function):
                 grad_hidden[part] = grad_TW @ weight_WD
             if grad_weight is not None:
                 grad_weight += grad_TW.T @ hidden_TD[part]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_WD.dtype), *(None,) * 5
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_WD.dtype), *(None,) * 6

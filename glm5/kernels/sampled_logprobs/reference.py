@@ -9,27 +9,37 @@ The order of operations is the engine's (engine/sampling/draw.py). This file is 
 their gradient, at once.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.kernels.sampled_logprobs.kept import Kept
 
+Head = Callable[[Tensor], Tensor]
+
 
 def sampled_logprobs(
-    hidden_TD: Tensor, weight_WD: Tensor, target_T: Tensor, temperature_T: Tensor, kept: Kept | None, _chunk: int = 0
+    hidden_TD: Tensor,
+    weight_WD: Tensor,
+    target_T: Tensor,
+    temperature_T: Tensor,
+    kept: Kept | None,
+    _chunk: int = 0,
+    head: Head | None = None,
 ) -> tuple[Tensor, Tensor]:
     """([T], [T]) in float32 (float64 for float64)."""
-    logprob_TW, dropped_TW = log_distribution(hidden_TD, weight_WD, temperature_T, kept)
+    logprob_TW, dropped_TW = log_distribution(hidden_TD, weight_WD, temperature_T, kept, head)
     chosen_T = logprob_TW.gather(1, target_T.long().unsqueeze(1)).squeeze(1)
     return chosen_T, entropy(logprob_TW, dropped_TW)
 
 
 def log_distribution(
-    hidden_TD: Tensor, weight_WD: Tensor, temperature_T: Tensor, kept: Kept | None
+    hidden_TD: Tensor, weight_WD: Tensor, temperature_T: Tensor, kept: Kept | None, head: Head | None
 ) -> tuple[Tensor, Tensor | None]:
     """(log p [T, W], mask of the tokens that are not kept or None)."""
-    logits_TW = F.linear(hidden_TD, weight_WD)
+    logits_TW = F.linear(hidden_TD, weight_WD) if head is None else head(hidden_TD)
     wide = torch.promote_types(logits_TW.dtype, torch.float32)
     z_TW = logits_TW.to(wide) / divisor(temperature_T, wide)[:, None]
     dropped_TW = None if kept is None else kept.dropped(weight_WD.shape[0])

@@ -20,7 +20,7 @@ import torch
 
 import glm5
 from glm5.cli.main import main
-from glm5.engine import build
+from glm5.engine import arithmetic
 from glm5.engine.sampling.noise import log_exponential
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.scheduler.config import RestoreCost
@@ -98,7 +98,7 @@ def layers(request):
     assert request.param == "torch" or cpu_layer.available()
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(build, "use_native", lambda _model: False)
+            patch.setattr(arithmetic, "use_native", lambda _model, **_: False)
         yield request.param
 
 

@@ -198,7 +198,7 @@ def test_scores_that_are_no_numbers_stay_within_bounds(seed):
         pytest.param({}, torch.float32, True, marks=pytest.mark.compiler),
         pytest.param({"deterministic": True}, torch.float32, True, marks=pytest.mark.compiler),
         ({"kv_cache_dtype": "fp8"}, torch.float32, False),
-        ({"enable_return_routed_experts": True}, torch.float32, False),
+        pytest.param({"enable_return_routed_experts": True}, torch.float32, True, marks=pytest.mark.compiler),
         ({}, torch.bfloat16, False),
     ],
     ids=str,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from glm5.common.errors import ConfigError, EngineDead
-from glm5.engine import build
+from glm5.engine import arithmetic, build
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
 from glm5.model.packed import PackedView
@@ -58,7 +58,7 @@ def error(given, model, prompt=PROMPT) -> float:
 @pytest.fixture(params=["native", "torch", "deterministic"])
 def options(request, monkeypatch):
     if request.param != "native":
-        monkeypatch.setattr(build, "use_native", lambda _model: False)
+        monkeypatch.setattr(arithmetic, "use_native", lambda _model, **_: False)
     return SETTINGS | {"deterministic": request.param == "deterministic"}
 
 

@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from glm5.kernels.grouped_experts import grouped_experts
+from glm5.kernels.mla_queries import mla_queries
 from glm5.kernels.router import router
+from glm5.kernels.row_linear import row_linear
+from glm5.testing.numerics import rel_rms
 from tests.support.arranged_keys import Paged
-from tests.support.experts import make_experts
+from tests.support.experts import make_experts, plain
 from tests.support.interpreter import DTYPES, interpreted
 
 pytestmark = interpreted
@@ -84,3 +87,58 @@ def test_the_usual_tilings_do_show_their_batch(gen):
     print(f"of 4 that differ: {attended} queries, {summed} rows of experts")
     assert attended
     assert summed
+
+
+# The products' and the sums' own rounding, in the dtype of their results: of rows that are rounded once or twice.
+PLAIN = {torch.float32: 1e-6, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_a_plain_product_is_its_own_among_any_number(dtype, gen):
+    x, weight = torch.randn(150, 72, generator=gen).to(dtype), torch.randn(100, 72, generator=gen).to(dtype)
+    want = row_linear(x, weight, impl="triton")
+    assert rel_rms(want, x.double() @ weight.double().T) < PLAIN[dtype]
+    for count in (1, 64):
+        some = torch.randperm(150, generator=gen)[:count]
+        assert torch.equal(row_linear(x[some], weight, impl="triton"), want[some])
+    strided = torch.cat([x, x], dim=1)[:, :72]
+    assert torch.equal(row_linear(strided, weight, impl="triton"), want)
+
+
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_plain_experts_of_a_row_are_its_own_among_any_number(dtype, gen):
+    case = plain(make_experts(12, 2, 1, 72, 40, gen), dtype)
+
+    def run(rows, shared=case.shared):
+        chosen = case.x[rows], case.gate_up, case.down, case.weight[rows], case.expert[rows]
+        return grouped_experts(*chosen, shared=shared, impl="invariant_triton")
+
+    want = run(torch.arange(12))
+    assert rel_rms(want, grouped_experts(*case[:5], shared=case.shared, impl="reference").double()) < 2 * PLAIN[dtype]
+    assert torch.equal(run(torch.tensor([7])), want[7:8])
+    nobodys = torch.arange(12) % 3 == 0
+    case.expert[nobodys] = -1
+    got = run(torch.arange(12))
+    assert torch.equal(got[~nobodys], want[~nobodys])
+    assert not got[nobodys].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_queries_and_routers_see_one_row_among_any_number(dtype, gen):
+    q, w = torch.randn(70, 2, 40, generator=gen).to(dtype), torch.randn(2, 32, 48, generator=gen).to(dtype)
+    cos, sin = (torch.randn(70, 4, generator=gen).to(dtype) for _ in range(2))
+    x, weight = torch.randn(70, 72, generator=gen).to(dtype), torch.randn(24, 72, generator=gen).to(dtype)
+    how = {"top_k": 4, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "scaling_factor": 2.5}
+
+    def run(rows):
+        chosen = router(x[rows], weight, torch.zeros(24), impl="invariant_triton", **how)
+        return mla_queries(q[rows], w, cos[rows], sin[rows], impl="invariant_triton"), *chosen
+
+    want = run(torch.arange(70))
+    for count in (1,):
+        some = torch.randperm(70, generator=gen)[:count]
+        for got, whole in zip(run(some), want, strict=True):
+            assert torch.equal(got, whole[some])

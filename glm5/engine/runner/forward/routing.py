@@ -23,6 +23,9 @@ class RoutingRecord:
             self._layers = passes.fused.record_routing()
             return
         self._layers, model = list[list[Tensor]](), passes.model
+        if model.trunk is not None:
+            model.trunk.recorded = self._passes
+            return
         for layer in model.model.layers[: model.cfg.num_hidden_layers]:
             if isinstance(layer.mlp, MoE):
                 recorded: list[Tensor] = []

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from glm5.kernels.block_scaled import BLOCK, BlockScaled, num_blocks
 from glm5.kernels.fp8_linear import few_rows, fp8_linear
@@ -84,7 +83,7 @@ class FusedLinear:
         weight = _piece(first.weight, count)
         match first:
             case Linear():
-                return F.linear(rows.x_TD, weight)
+                return first.product(rows.x_TD, weight)
             case QuantizedLinear():
                 quantized = QuantizedWeight(weight, _piece(first.weight_scale, count), first.format)
                 return quantized_linear(rows.x_TD, quantized, rows.codes_for(first))

@@ -107,7 +107,8 @@ class FusedAttention:
             early = q_THX.new_empty(len(q_THX), heads, cfg.kv_lora_rank + cfg.qk_rope_head_dim)
             found = view.share(row_sharding.shard).select(layer_idx, index_TJI, w_TJ, cfg.index_topk, scale, own)
             selection = Selection(None if found.keys_TK is None else row_sharding.gather_rows(found.keys_TK))
-        q_THL = mla_queries(q_THX, self.w_k_HNC, *rotation, early=early)
+        impl = "invariant_triton" if view.impl == "invariant_triton" else "auto"
+        q_THL = mla_queries(q_THX, self.w_k_HNC, *rotation, early=early, impl=impl)
         out_THC = view.attend(layer_idx, q_THL, selection, scale=head_dim**-0.5, value_dim=cfg.kv_lora_rank)
         return row_sharding.product(self._values(out_THC), module.o_proj), selection
 
@@ -365,8 +366,20 @@ def _last(new: PartialSum | None, residual_TD: Tensor, norm: RMSNorm, row_shardi
     return row_sharding.gather_rows(row_sharding.reduce_add_norm(new, residual_TD, norm, None)[0].x_TD)
 
 
+def _sum_of(new: PartialSum | None, residual_TD: Tensor) -> Tensor:
+    """The residual stream, which the next layer's norm will compute."""
+    assert new is None or isinstance(new, Tensor), f"{type(new)=}"
+    return residual_TD if new is None else residual_TD + new
+
+
 class FusedModel:
-    """The fused form of `model`, which still owns the weights. `max_len`: number of positions to support."""
+    """The fused form of `model`, which still owns the weights. `max_len`: number of positions to support.
+
+    `observe`, for plain weights on one rank: `hidden` calls it for each layer with the residual stream [T, D] before
+    the layer and the keys that it read, and in the end with the residual stream behind all layers and None.
+    """
+
+    observe: Callable[[Tensor, Selection | None], None] | None = None
 
     def __init__(self, model: Glm5, max_len: int, group: Group = ALONE):
         cfg, trunk = model.cfg, model.model
@@ -422,8 +435,12 @@ class FusedModel:
         new, residual_TD, selection = *self._embedded(ids_T, row_sharding), None
         for layer_idx in self._run:
             inherited = None if cfg.has_indexer(layer_idx) else selection
-            layer = self.layers[layer_idx]
+            layer, before = self.layers[layer_idx], (new, residual_TD)
             new, residual_TD, selection = layer(new, residual_TD, rope, view, inherited, row_sharding)
+            if self.observe is not None:
+                self.observe(_sum_of(*before), selection)
+        if self.observe is not None:
+            self.observe(_sum_of(new, residual_TD), None)
         return _last(new, residual_TD, self.model.model.norm, row_sharding)
 
     def _embedded(self, ids_T: Tensor, row_sharding: RowSharding) -> tuple[Tensor | None, Tensor]:

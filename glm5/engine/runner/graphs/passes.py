@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from glm5.engine.cache.kv_cache import KVCache
 from glm5.engine.runner.forward.passes import Passes
@@ -18,16 +18,20 @@ from glm5.engine.runner.graphs.captured import Graphs, Piece
 from glm5.engine.runner.graphs.decode import context_bucket_of
 from glm5.engine.runner.inputs.view import StepView
 from glm5.kernels import triton_support
-from glm5.model.experts import BlockScaledExperts
+from glm5.model.experts import BlockScaledExperts, Experts
 from glm5.model.glm5 import Glm5
 from glm5.model.moe import MoE
 from glm5.model.seams import Selection
 
 
 def can_capture(model: Glm5) -> bool:
-    """Whether a pass never synchronizes: experts other than block-scaled ones have a loop on the host."""
-    is_static = all(isinstance(one.experts, BlockScaledExperts) for one in model.modules() if isinstance(one, MoE))
+    """Whether a pass never synchronizes: some implementations of experts have a loop on the host."""
+    is_static = all(_is_static(one.experts) for one in model.modules() if isinstance(one, MoE))
     return is_static and model.device.type == "cuda" and triton_support.chosen(model.model.norm.weight.detach())
+
+
+def _is_static(experts: nn.Module) -> bool:
+    return isinstance(experts, BlockScaledExperts | Experts) and experts.impl == "invariant_triton"
 
 
 class PassRows:

@@ -159,7 +159,7 @@ class StepView:
                 top_k=top_k,
                 scale=scale,
                 rotation=rotation,
-                impl=self._impl,
+                impl=self.impl,
                 few=few,
                 num_shares=self.num_shares,
             )
@@ -169,7 +169,7 @@ class StepView:
         where = (self.table_BP, self.group_T, self.end_T)
         keys_TK, few = selection.keys_TK, self._few(q_THL.shape[1])
         return self.cache.attend(
-            layer_idx, q_THL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=self._impl, few=few
+            layer_idx, q_THL, keys_TK, *where, scale=scale, value_dim=value_dim, impl=self.impl, few=few
         )
 
     def attend_expanded(
@@ -198,7 +198,8 @@ class StepView:
         return self._planned
 
     @property
-    def _impl(self) -> Impl:
+    def impl(self) -> Impl:
+        """Of the kernels that select and read keys."""
         return impl_on(self.cache.device, self.cache.dtype) if self.invariant else "auto"
 
 
