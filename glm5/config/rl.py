@@ -151,8 +151,9 @@ class RLRecipe(Section):
     """Tokens that go through the model at once in training."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     """Processes of environments."""
-    train_indexers: bool = False
-    """The report freezes the indexers in RL."""
+    exact: bool = True
+    """Train in the engine's own arithmetic: log-probabilities of trainer and engine are equal to the bit. Needs
+    deterministic rollouts."""
     balance_step: NotNegative = 0.0
     """How far a router's selection bias moves in a step towards an even load. 0: frozen."""
     reset_optimizer: bool = False
@@ -182,6 +183,8 @@ class RLRecipe(Section):
         names = [one.name for one in self.environment]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two environments are called {twice[0]}")
+        if self.exact and not self.rollouts.deterministic:
+            raise ValueError("exact: needs rollouts.deterministic; set both, or exact = false")
         if self.lr_warmup_steps >= self.steps:
             raise ValueError(f"lr_warmup_steps {self.lr_warmup_steps} must be below steps {self.steps}")
         return self

@@ -46,7 +46,7 @@ def _explained(error: ValidationError, root: type[BaseModel]) -> str:
         if each["type"] in ("extra_forbidden", "union_tag_invalid"):
             path, value, _ = complaint(each)
             if each["type"] == "union_tag_invalid":
-                allowed = each["ctx"]["expected_tags"].replace("'", "")
+                allowed = each.get("ctx", {})["expected_tags"].replace("'", "")
                 return str(refuse(f"{_key(path, root)}.kind", value.get("kind"), allowed))
             return f"{_key(path, root)}: no such key; {nearest(path[-1], _section_at(path[:-1], root).model_fields)}"
     path, value, allowed = first_error(error)

@@ -85,6 +85,7 @@ class Run:
             handle.write(json.dumps(json.loads(recipe.model_dump_json()), indent=2) + "\n")
 
     async def run(self) -> Path:
+        """Run to the end; returns the folder of the policy."""
         folder = self.out / "policy"
         if self.number >= self.recipe.steps and folder.exists():
             return folder
@@ -168,6 +169,7 @@ class Run:
         self._has_restarted = getattr(self, "_has_restarted", False)
         self.engine: AsyncEngine = await asyncio.to_thread(self.builder.engine, self.out / "policy", self.device)
         self.engine.start()
+        self.trainer.check(self.engine.info.arithmetic)
         chat = TokenChat(self.builder.template, enable_thinking=self.recipe.rollouts.enable_thinking)
         self.harness = Harness(Policy(self.engine, self.recipe.rollouts), self.workers, chat)
         if self.number:

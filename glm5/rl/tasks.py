@@ -1,27 +1,33 @@
-"""Which tasks a step asks: environments by weight, seeds in turn, levels by a ladder."""
+"""Which tasks a step asks: environments by weight, their seeds in turn, levels by a ladder."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5.config.rl import RLRecipe
+from glm5.rl.environments.ladder import Ladder
+from glm5.rl.environments.mixture import Mixture
 from glm5.rl.environments.protocol import Environment
 from glm5.rl.rollout import Group
 from glm5.rl.rollouts.collect import Draw
 
 HELD_OUT = 2**40
 """Seed of the first held-out task; training seeds are below it."""
-WINDOW = 8  # groups of a level over whose mean reward a ladder decides
 
 
 class TaskSource:
     """Draws by the step's number. `environments`: those of the recipe, by name."""
 
     def __init__(self, recipe: RLRecipe, environments: Mapping[str, Environment]) -> None:
-        self.recipe, self.environments = recipe, environments
-        self._levels = {one.name: one.level for one in recipe.environment}
+        self.recipe = recipe
+        self._sections = {one.name: one for one in recipe.environment}
+        self._mixture = Mixture({one.name: one.weight for one in recipe.environment})
+        self._ladders = {
+            one.name: Ladder(environments[one.name].levels, up=one.ladder, down=-1.0, start=one.level)
+            for one in recipe.environment
+            if one.ladder is not None
+        }
         self._had = {one.name: 0 for one in recipe.environment}
         self._drawn: tuple[int, list[Draw]] | None = None
-        self._recent: dict[str, list[float]] = {one.name: [] for one in recipe.environment}
 
     def draws(self, step: int) -> list[Draw]:
         """The groups of a step, which are the same when they are asked for again; steps come in order."""
@@ -33,39 +39,33 @@ class TaskSource:
     def held_out(self, count: int) -> list[Draw]:
         """Held-out tasks, `count` of each environment, at its present level."""
         return [
-            Draw(-1 - number, one.name, HELD_OUT + number, self._levels[one.name])
-            for one in self.recipe.environment
+            Draw(-1 - number, name, HELD_OUT + number, self._level(name))
+            for name in self._sections
             for number in range(count)
         ]
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Ladders climb where a level's last groups were rewarded enough."""
-        for one in self.recipe.environment:
-            if one.ladder is None:
-                continue
-            recent = self._recent[one.name]
-            for group in groups:
-                valid = [rollout.reward for rollout in group.rollouts if rollout.is_valid]
-                if group.task.environment == one.name and group.task.level == self._levels[one.name] and valid:
-                    recent.append(sum(valid) / len(valid))
-            last = self.environments[one.name].levels - 1
-            if len(recent) >= WINDOW and sum(recent[-WINDOW:]) / WINDOW >= one.ladder:
-                self._levels[one.name] = min(last, self._levels[one.name] + 1)
-                recent.clear()
+        """Ladders climb where a level's last rollouts were rewarded enough."""
+        for group in groups:
+            if (ladder := self._ladders.get(group.task.environment)) is not None:
+                for rollout in group.rollouts:
+                    if rollout.is_valid:
+                        ladder.add(group.task.level, rollout.reward)
 
     def state(self) -> dict[str, Any]:
-        recent = {name: list(one) for name, one in self._recent.items()}
-        return {"levels": dict(self._levels), "had": dict(self._had), "recent": recent}
+        return {"had": dict(self._had), "ladders": {name: one.state_dict() for name, one in self._ladders.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._levels, self._had = dict(state["levels"]), dict(state["had"])
-        self._recent = {name: list(one) for name, one in state["recent"].items()}
+        self._had = dict(state["had"])
+        for name, ladder in self._ladders.items():
+            ladder.load_state_dict(state["ladders"][name])
+
+    def _level(self, name: str) -> int:
+        return self._ladders[name].level if name in self._ladders else self._sections[name].level
 
     def _next(self, number: int) -> Draw:
-        """The environment that is furthest behind its share, and its next task."""
-        sections, total = self.recipe.environment, sum(one.weight for one in self.recipe.environment)
-        section = max(sections, key=lambda one: one.weight / total * (number + 1) - self._had[one.name])
-        place = self._had[section.name]
-        self._had[section.name] += 1
+        name = self._mixture.draw(number).environment
+        section, place = self._sections[name], self._had[name]
+        self._had[name] += 1
         seed = section.first_task + (place % section.tasks if section.tasks else place)
-        return Draw(number, section.name, seed, self._levels[section.name])
+        return Draw(number, name, seed, self._level(name))

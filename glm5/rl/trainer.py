@@ -13,9 +13,10 @@ from glm5.rl.algorithms.table import preset_of
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.rollout import Group
 from glm5.rl.rollouts.chat import TokenChat
+from glm5.rl.training.exact import ExactPass
 from glm5.rl.training.objective import Coefficients, RLObjective
 from glm5.rl.training.packing import batches_of, pack
-from glm5.rl.training.policy import policy_step, with_logprobs
+from glm5.rl.training.policy import choose_parameters, policy_step, with_logprobs
 from glm5.rl.training.repair import Repairs, repair
 from glm5.rl.training.sequences import sequences_of_step
 from glm5.train.batch import Batch
@@ -29,14 +30,17 @@ class PolicyTrainer:
         self.recipe, self.builder, self.device = recipe, builder, device
         algorithm = recipe.algorithm
         self.preset = preset_of(algorithm.name, algorithm.parameters)
-        self.objective = RLObjective(self.preset, Coefficients(algorithm.reference_kl, algorithm.entropy))
+        self.coefficients = Coefficients(algorithm.reference_kl, algorithm.entropy)
+        self.objective = RLObjective(self.preset, self.coefficients)
         self.model = builder.model(device)
+        choose_parameters(self.model)
         compute = getattr(torch, recipe.model.compute or recipe.model.dtype)
         self.masters = None if compute == self.model.dtype else MasterWeights(self.model, compute)
         self.step = policy_step(
             self.model, self.objective, recipe.optimizer, self.masters, balance_step=recipe.balance_step
         )
         self.reference: Glm5 | None = None
+        self.exact: ExactPass | None = None
 
     def warm_up(self) -> Iterator[dict[str, float]]:
         """Supervised steps on legal replies; yields each step's losses."""
@@ -51,11 +55,23 @@ class PolicyTrainer:
             yield self.step.run([_supervised(examples).to(self.device)], plan.lr)
 
     def begin(self) -> None:
-        """The first rollouts are about to be made: keep the reference, and begin with a new optimizer state."""
+        """The first rollouts are about to be made: keep the reference, begin with a new optimizer state, and compute in
+        the engine's arithmetic from now on."""
         if self.recipe.algorithm.reference_kl:
             self.reference = self.builder.model(self.device).requires_grad_(requires_grad=False)
             self.reference.load_state_dict(self.model.state_dict())
         self.step.optimizers.reset()
+        if self.recipe.exact:
+            threads = self.recipe.threads or (1 if self.device.type == "cpu" else torch.get_num_threads())
+            self.exact = self.model.impl = ExactPass(self.model, threads=threads)
+            self.step.objective = self.objective = RLObjective(
+                self.preset, self.coefficients, scorer=self.exact.logprobs
+            )
+
+    def check(self, arithmetic: str | None) -> None:
+        """ConfigError where an engine computes in another arithmetic than the exact pass."""
+        if self.exact is not None:
+            self.exact.check(arithmetic)
 
     def train(self, groups: Sequence[Group], step: int) -> tuple[dict[str, float], Repairs]:
         """Train on the groups of a step. Raises TrainingError where none can be trained on."""
@@ -64,10 +80,10 @@ class PolicyTrainer:
         batches = batches_of(sequences, pack(sequences, self.recipe.pass_tokens), 0)
         batches = [batch.to(self.device) for batch in batches]
         if self.reference is not None:
-            batches = [self._with_reference(batch) for batch in batches]
+            batches = [with_logprobs(self.step, batch, "reference", model=self.reference) for batch in batches]
         parts = self.recipe.algorithm.steps_per_batch
         if parts > 1 and self.preset.needs_old:
-            batches = [with_logprobs(self.step, batch, "old") for batch in batches]
+            batches = [with_logprobs(self.step, batch, "old", self.objective.scorer) for batch in batches]
         metrics: dict[str, float] = {}
         for part in range(min(parts, len(batches))):
             metrics = self.step.run(batches[part :: min(parts, len(batches))], self.recipe.lr_at(step))
@@ -93,14 +109,6 @@ class PolicyTrainer:
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
         self.step.optimizers.load_state_dict(state["optimizer"])
-
-    def _with_reference(self, batch: Batch) -> Batch:
-        assert self.reference is not None
-        policy, self.step.model = self.step.model, self.reference
-        try:
-            return with_logprobs(self.step, batch, "reference")
-        finally:
-            self.step.model = policy
 
 
 def _supervised(examples: Sequence[tuple[list[int], list[bool]]]) -> Batch:

@@ -141,6 +141,8 @@ class EnginePass:
 
     def _experts(self) -> Tensor:
         """int16 [T, MoE layers, A]."""
+        if not self.model.cfg.has_experts:
+            return torch.zeros(sum(map(len, self._streams[:1])), 0, 0, dtype=torch.int16)
         if self._routing is not None:
             return self._routing.experts()
         return torch.cat([torch.cat(layer.recorded or []) for layer in self._native_layers()], dim=1)
