@@ -10,7 +10,7 @@ from glm5.cli.flags import add_flags, notes, read
 from glm5.cli.loading import check, load_llm, load_template, resolved
 from glm5.cli.parser import Parser
 from glm5.common import open_files
-from glm5.common.console import out
+from glm5.common.console import tell
 from glm5.common.extras import require
 from glm5.common.interrupt import held_interrupt
 from glm5.common.waits import Waits
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         from glm5.serve.service.state import ServerState
 
         for line in notes(settings):
-            out(line, flush=True)
+            tell(line)
         # Options, keys, traces and the address are checked first: loading the model takes minutes.
         check(settings, engine := settings.engine_config())
         check_gpus(settings.device, engine.tensor_parallel_size)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             start=program.start,
             make_app=program.make_app,
             replace=program.replace,
-            report=lambda line: out(line, flush=True),
+            report=tell,
             state=program.state,
             supervise=settings.supervise,
             client_timeout=settings.client_timeout,
@@ -147,7 +147,7 @@ class _Program:
         self._is_shown = True
         names = ", ".join(self.settings.served_model_name or (self.settings.model,))
         for line in resolved(self.settings, engine.llm, template, name=names):
-            out(line)
+            tell(line)
 
     def close(self) -> None:
         if self.tracing is not None:
