@@ -27,7 +27,6 @@ from glm5.serve.app import create_app
 from glm5.serve.coordination.messages import (
     Abort,
     Begin,
-    Figures,
     Heartbeat,
     NameWeights,
     Report,
@@ -53,7 +52,7 @@ class FrontEnd:
 
     def __init__(self, begin: Begin, listener: socket.socket, main: Peer):
         self.begin, self.config = begin, ServeConfig.model_validate(begin.settings)
-        self.state, self.remote = ServerState("it is being loaded"), Remote(main)
+        self.state, self.main, self.remote = ServerState("it is being loaded"), main, Remote(main)
         self.app, self.service = AppWhenReady(self.state), cast("Service | None", None)
         self.weight_names = WeightNames()
         self.weight_names.known.update(begin.weight_names)
@@ -62,7 +61,7 @@ class FrontEnd:
         self.server = Server(self.app, listener, self.config.client_timeout)
         self._serving = asyncio.ensure_future(self.server.serve())
         self._serving.add_done_callback(self._exit)
-        self._beating = asyncio.ensure_future(self._beat(main))
+        self._beating = asyncio.ensure_future(self._beat())
         self._link: JoinedLink | None = None
         self._engine: AsyncEngine | None = None
 
@@ -74,8 +73,7 @@ class FrontEnd:
             case Serve():
                 return self._join(message)
             case Report():
-                totals = {} if self.service is None else self.service.metrics.page.totals()
-                return Figures(totals, self.state.num_active)
+                self.main.send(self._heartbeat())
             case Abort(tenant, name):
                 return 0 if self.service is None else self.service.abort_here(tenant, name)
             case NameWeights(version, name):
@@ -151,10 +149,14 @@ class FrontEnd:
         self.service = app.state.service
         return app
 
-    async def _beat(self, main: Peer) -> None:
+    async def _beat(self) -> None:
         while True:
-            main.send(Heartbeat())
+            self.main.send(self._heartbeat())
             await asyncio.sleep(BEAT_SECONDS)
+
+    def _heartbeat(self) -> Heartbeat:
+        totals = {} if self.service is None else self.service.metrics.page.totals()
+        return Heartbeat(totals, self.state.num_active)
 
     def _exit(self, served: asyncio.Task[None]) -> None:
         """The server has ended."""

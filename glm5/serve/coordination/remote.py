@@ -7,6 +7,7 @@ from typing import Any
 
 from glm5.serve.coordination.messages import (
     Abort,
+    Collect,
     Drop,
     Enter,
     Exit,
@@ -14,6 +15,7 @@ from glm5.serve.coordination.messages import (
     Find,
     FindItems,
     Grow,
+    Heartbeat,
     Keep,
     NameWeights,
 )
@@ -21,7 +23,7 @@ from glm5.serve.coordination.peer import Peer
 from glm5.serve.http.call import Call
 from glm5.serve.metrics.prometheus import Totals
 from glm5.serve.service.response_store import MAX_BYTES, Item, Stored
-from glm5.serve.service.shared import Elsewhere, Stats
+from glm5.serve.service.shared import ServerFigures, Stats
 
 
 class Remote:
@@ -73,9 +75,10 @@ class Remote:
     async def name_weights_elsewhere(self, version: int, name: str | None) -> None:
         await self._main.call(NameWeights(version, name))
 
-    async def figures_elsewhere(self, totals: Totals, num_active: int, stats: Stats | None) -> Elsewhere:
-        others = await self._main.call(Figures(totals, num_active, stats), Figures)
-        return Elsewhere(others.totals, others.num_active, others.stats)
+    async def figures(self, totals: Totals, num_active: int, stats: Stats | None) -> ServerFigures:
+        self._main.send(Heartbeat(totals, num_active))
+        whole = await self._main.call(Collect(stats), Figures)
+        return ServerFigures(whole.totals, whole.num_active, whole.stats)
 
     async def _keep(self, tenant: str, stored: Stored, *, is_new: bool) -> None:
         # What the store would not keep is not sent.

@@ -9,7 +9,7 @@ import pytest
 
 from glm5.engine.transport.heartbeat import Silence
 from glm5.serve.coordination.coordinator import Coordinator, Member
-from glm5.serve.coordination.messages import Abort, Figures, NameWeights, Report, ToFrontEnd, ToMain
+from glm5.serve.coordination.messages import Abort, Heartbeat, NameWeights, Report, ToFrontEnd, ToMain
 from glm5.serve.coordination.peer import Peer
 from glm5.serve.coordination.remote import Remote
 from glm5.serve.http.call import Call
@@ -49,11 +49,16 @@ class FrontEnd:
         await self.watching
         await self.running
 
+    def beat(self):
+        self.peer.send(Heartbeat(self.page.totals(), self.num_active))
+
     def handle(self, message):
         self.told.append(message)
         match message:
             case Report():
-                return asyncio.Event().wait() if self.is_silent else Figures(self.page.totals(), self.num_active)
+                if self.is_silent:
+                    return asyncio.Event().wait()
+                self.beat()
             case Abort():
                 return 2
         return None
@@ -252,9 +257,9 @@ def test_metrics_are_summed_and_never_go_back(monkeypatch):
         async with front_ends(num=3) as (_, a, b, c):
 
             async def page(of):
-                figures = await of.remote.figures_elsewhere(of.page.totals(), of.num_active, stats.pop(of, None))
+                figures = await of.remote.figures(of.page.totals(), of.num_active, stats.pop(of, None))
                 assert figures.stats == last_stats
-                return of.page.text(figures.totals), figures.num_active + of.num_active
+                return of.page.text(figures.totals), figures.num_active
 
             stats = {a: {"steps": 1}}
             last_stats = {"steps": 1}
@@ -288,32 +293,59 @@ def test_metrics_are_summed_and_never_go_back(monkeypatch):
     asyncio.run(main())
 
 
+def test_all_that_a_scrape_has_shown_is_kept_when_every_front_end_dies_at_once():
+    """Also what the one that answers has counted while it waited for the figures of the others."""
+
+    async def main():
+        async with front_ends() as (coordinator, a, b):
+            a.served.add(1, "200")
+            b.served.add(2, "200")
+            asking = asyncio.ensure_future(a.remote.figures(a.page.totals(), 0, None))
+            await asyncio.sleep(0)  # it is sent
+            a.served.add(5, "200")
+            shown = a.page.text((await asking).totals)
+            assert 'served_total{code="200"} 3' in shown.splitlines()
+            b.served.add(4, "404")
+            b.beat()  # one second before its end, say
+            await a.remote.find("t", "x")
+            for each in (a, b):
+                await each.die()
+            c = FrontEnd(coordinator, 3)
+            await c.connect()
+            after = c.page.text((await c.remote.figures(c.page.totals(), 0, None)).totals).splitlines()
+            assert {'served_total{code="200"} 3', 'served_total{code="404"} 4'} <= {*after}
+            await c.die()
+
+    asyncio.run(main())
+
+
 def test_what_is_told_by_one_process_is_not_summed():
     page = Page({})
     gauge, counter, own = page.gauge("g", "G."), page.counter("c", "C."), page.counter("d", "D.", "x")
     gauge.set(5)
     counter.set_total(7)
     own.add(1, "a")
-    other = {"g": {(): [1.0]}, "c": {(): [9.0]}, "d": {("b",): [2.0]}}
+    totals = {"g": {(): [1.0]}, "c": {(): [9.0]}, "d": {("b",): [2.0]}}
     assert page.totals() == {"d": {("a",): [1.0]}}
-    lines = [line for line in page.text(other).splitlines() if not line.startswith("#")]
-    assert lines == ["g 5", "c 7", 'd{x="a"} 1', 'd{x="b"} 2']
-    merge(other, {"d": {("b",): [1.0], ("c",): [4.0]}})
-    assert other["d"] == {("b",): [3.0], ("c",): [4.0]}
+    merge(totals, page.totals())
+    lines = [line for line in page.text(totals).splitlines() if not line.startswith("#")]
+    assert lines == ["g 5", "c 7", 'd{x="b"} 2', 'd{x="a"} 1']
+    merge(totals, {"d": {("b",): [1.0], ("c",): [4.0]}})
+    assert totals["d"] == {("b",): [3.0], ("a",): [1.0], ("c",): [4.0]}
 
 
 def test_calls_of_a_peer_that_has_gone_fail():
     async def main():
         async with front_ends() as (_, a, b):
             b.is_silent = True
-            asking = asyncio.ensure_future(b.member.peer.call(Report(), Figures))
+            asking = asyncio.ensure_future(b.member.peer.call(Report(), None))
             await asyncio.sleep(0)
             await b.die()
             with pytest.raises(ConnectionError):
                 await asking
             with pytest.raises(ConnectionError):
                 await b.remote.find("t", "x")
-            assert await b.member.ask(Report(), Figures) is None
+            assert await b.member.ask(Report(), None) is None
             # A bug on the other side is an error, not silence.
             with pytest.raises(ApiError, match="KeyError") as caught:
                 await a.remote.grow(Call("1", places=1, number=99), 2)

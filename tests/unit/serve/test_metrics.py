@@ -135,7 +135,7 @@ def metrics():
 
 def buckets(metrics, histogram) -> list[float]:
     """Upper bounds of the buckets that the observations fell into."""
-    lines = [line.rsplit(" ", 1) for line in histogram.lines({}) if "_bucket" in line]
+    lines = [line.rsplit(" ", 1) for line in histogram.lines({}, histogram.totals()) if "_bucket" in line]
     counts = [int(count) for _, count in lines]
     grown = [count - before for count, before in zip(counts, [0, *counts], strict=False)]
     bounds = [float(line.split('le="')[1].split('"')[0]) for line, _ in lines]
