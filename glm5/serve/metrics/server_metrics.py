@@ -186,6 +186,7 @@ class RequestMetrics:
         metrics.prompt_tokens.add(num_prompt)
         metrics.prompt_lengths.observe(num_prompt)
         metrics.tenant_tokens.add(num_prompt, key, "prompt")
+        metrics.tenant_tokens.add(0, key, "generation")
 
     def add(self, delta: Delta) -> None:
         """Record what steps added to an answer."""
@@ -204,6 +205,7 @@ class RequestMetrics:
             self._num_tokens[index] += count
             self.num_generated += count
             metrics.generated.add(count)
+            metrics.tenant_tokens.add(count, self.key, "generation")
         if delta.finish_reason is not None:
             self._end_answer(index, delta.finish_reason)
 
@@ -232,6 +234,5 @@ class RequestMetrics:
         metrics = self.metrics
         metrics.finished.add(1, reason)
         metrics.answer_lengths.observe(num_tokens)
-        metrics.tenant_tokens.add(num_tokens, self.key, "generation")
         if num_tokens > 1:
             metrics.per_token.observe((self._last[index] - self._began[index]) / (num_tokens - 1))

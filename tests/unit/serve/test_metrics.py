@@ -162,8 +162,11 @@ def test_times_of_one_request(metrics, monkeypatch):
 
 
 def test_a_request_that_is_left(metrics):
-    measured = RequestMetrics(metrics, "", 10, 3)
+    measured = RequestMetrics(metrics, "alice", 10, 3)
     measured.add(Delta((1,), (), "stop", arrived=1e9))
+    measured.add(Delta((2, 3), (), index=1, arrived=1e9))
+    assert metrics.tenant_tokens.value("alice", "generation") == 3  # while it runs: this process may be killed
     measured.ended("abort")
     assert [metrics.finished.value(reason) for reason in ("stop", "length", "abort")] == [1, 0, 2]
     assert metrics.answer_lengths.count == 3
+    assert metrics.tenant_tokens.value("alice", "generation") == 3
