@@ -21,7 +21,6 @@ from glm5.common.errors import GlmError
 from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.joined import JoinedLLM
-from glm5.engine.transport.heartbeat import BEAT_SECONDS
 from glm5.engine.transport.joined import JoinedLink
 from glm5.serve.app import create_app
 from glm5.serve.coordination.messages import (
@@ -36,7 +35,7 @@ from glm5.serve.coordination.messages import (
     ToFrontEnd,
 )
 from glm5.serve.coordination.peer import Peer
-from glm5.serve.coordination.remote import Remote
+from glm5.serve.coordination.remote import Remote, beat
 from glm5.serve.http.keys import Key, KeyRing
 from glm5.serve.http.server import AppWhenReady, Server
 from glm5.serve.metrics.tracing import Tracing
@@ -61,7 +60,7 @@ class FrontEnd:
         self.server = Server(self.app, listener, self.config.client_timeout)
         self._serving = asyncio.ensure_future(self.server.serve())
         self._serving.add_done_callback(self._exit)
-        self._beating = asyncio.ensure_future(self._beat())
+        self._beating = asyncio.ensure_future(beat(main, self.state, self._heartbeat))
         self._link: JoinedLink | None = None
         self._engine: AsyncEngine | None = None
 
@@ -148,11 +147,6 @@ class FrontEnd:
         )
         self.service = app.state.service
         return app
-
-    async def _beat(self) -> None:
-        while True:
-            self.main.send(self._heartbeat())
-            await asyncio.sleep(BEAT_SECONDS)
 
     def _heartbeat(self) -> Heartbeat:
         totals = {} if self.service is None else self.service.metrics.page.totals()

@@ -45,7 +45,7 @@ class Serve(msgspec.Struct, tag=True):
 
 class Heartbeat(msgspec.Struct, tag=True):
     """The event loop of this front end runs; the totals of its metrics, and its running requests. Sent every
-    BEAT_SECONDS, from its first message on, and when it is asked."""
+    BEAT_SECONDS, from its first message on, and when it is asked. -> None: so does the main process."""
 
     totals: Totals
     num_active: int

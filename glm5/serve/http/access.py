@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from glm5.common.log import REQUEST_ID
 from glm5.serve.http.call import Call, begin
-from glm5.serve.http.errors import ApiError, draining, error_response
+from glm5.serve.http.errors import ApiError, draining, error_response, main_process_silent
 from glm5.serve.http.hosts import Hosts
 from glm5.serve.http.keys import ANYONE, KeyRing, Tenant
 from glm5.serve.http.limits import Admission
@@ -112,6 +112,8 @@ class Access:
     async def _admit(self, call: Call, scope: Scope) -> None:
         """Find the tenant and apply its limits. Raises ApiError to refuse the request."""
         call.tenant = self._tenant(scope["path"], Headers(scope=scope))
+        if self.state.is_main_silent:
+            raise main_process_silent()
         if self.state.is_draining:
             raise draining()
         scope.setdefault("state", {})["tenant"] = call.tenant

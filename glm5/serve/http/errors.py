@@ -55,6 +55,12 @@ def draining() -> ApiError:
     return ApiError(503, "the server is shutting down and accepts no more requests", code="draining", retry_after=1)
 
 
+def main_process_silent() -> ApiError:
+    """The refusal of requests by a front end whose main process does not answer."""
+    message = "the server's main process does not answer: it was stopped or hangs; if it stays so, restart the server"
+    return ApiError(503, message, code="main_process_silent", retry_after=5)
+
+
 def _shortened(text: str, most: int) -> str:
     """Cuts the middle out of a long text: its beginning names what is wrong, its end what is allowed."""
     half = (most - 5) // 2

@@ -11,13 +11,14 @@ from glm5.engine.transport.heartbeat import Silence
 from glm5.serve.coordination.coordinator import Coordinator, Member
 from glm5.serve.coordination.messages import Abort, Heartbeat, NameWeights, Report, ToFrontEnd, ToMain
 from glm5.serve.coordination.peer import Peer
-from glm5.serve.coordination.remote import Remote
+from glm5.serve.coordination.remote import Remote, beat
 from glm5.serve.http.call import Call
 from glm5.serve.http.errors import ApiError
 from glm5.serve.http.keys import Tenant
 from glm5.serve.http.limits import Limits
 from glm5.serve.metrics.prometheus import Page, merge
 from glm5.serve.service.response_store import MAX_BYTES, Stored
+from glm5.serve.service.state import ServerState
 
 SECONDS = 20  # an upper limit for what takes a moment
 
@@ -332,6 +333,38 @@ def test_what_is_told_by_one_process_is_not_summed():
     assert lines == ["g 5", "c 7", 'd{x="b"} 2', 'd{x="a"} 1']
     merge(totals, {"d": {("b",): [1.0], ("c",): [4.0]}})
     assert totals["d"] == {("b",): [3.0], ("a",): [1.0], ("c",): [4.0]}
+
+
+def test_a_main_process_that_hangs_is_told_of_within_a_bounded_time(monkeypatch, caplog):
+    monkeypatch.setattr("glm5.serve.coordination.remote.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("glm5.serve.coordination.remote.SILENT_SECONDS", 0.05)
+
+    async def main():
+        async with front_ends() as (coordinator, a, _):
+            state, may_answer, handle = ServerState(), asyncio.Event(), coordinator.handle
+
+            async def late(member, message):
+                await may_answer.wait()
+                return handle(member, message)
+
+            monkeypatch.setattr(coordinator, "handle", late)
+            beating = asyncio.ensure_future(beat(a.peer, state, lambda: Heartbeat({}, 3)))
+            call = Call("1", Tenant("t"))
+            with pytest.raises(ApiError) as caught:  # a request that came before
+                await a.remote.enter(call)
+            assert caught.value.code == "main_process_silent"
+            assert state.is_main_silent
+            a.remote.leave(call)
+            may_answer.set()
+            async with asyncio.timeout(SECONDS):
+                while state.is_main_silent:
+                    await asyncio.sleep(0)
+            assert a.member.heartbeat.num_active == 3
+            assert coordinator.limits.num_places == 0
+            beating.cancel()
+
+    asyncio.run(main())
+    assert [line.rpartition(" process ")[2] for line in caplog.messages] == ["does not answer", "answers again"]
 
 
 def test_calls_of_a_peer_that_has_gone_fail():
