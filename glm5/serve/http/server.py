@@ -114,8 +114,9 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="glm5-server", daemon=True)
 
     @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
+    def ended_because(self) -> str | None:
+        """None while it serves."""
+        return None if self._thread.is_alive() else "its thread has failed; the lines above say why"
 
     def start(self) -> None:
         """Start the thread and wait until it listens. Raises RuntimeError if it cannot."""

@@ -50,7 +50,7 @@ class Front(Protocol):
     @property
     def url(self) -> str: ...
     @property
-    def is_running(self) -> bool: ...
+    def ended_because(self) -> str | None: ...
     def start(self) -> None: ...
     def stop(self, seconds: float = ..., is_urgent: Callable[[], bool] = ...) -> None: ...
 
@@ -81,8 +81,9 @@ class ServerSetup:
 
 
 def run(setup: ServerSetup, listener: socket.socket) -> None:
-    """Serve until a signal arrives. Raises EngineDead when the engine has died and is not restarted, whatever the first
-    `start` raises, and KeyboardInterrupt for Ctrl-C before the first engine runs."""
+    """Serve until a signal arrives. Raises EngineDead when the engine has died and is not restarted, GlmError when what
+    answers HTTP has ended, whatever the first `start` raises, and KeyboardInterrupt for Ctrl-C before the first engine
+    runs."""
     setup.state.change(not_serving="it is being loaded")
     app = AppWhenReady(setup.state)
     server = setup.front or Server(app, listener, setup.client_timeout)
@@ -175,8 +176,8 @@ class _EngineSupervisor:
                 return reason
             if is_signalled:
                 return None
-            if not self.server.is_running:
-                raise RuntimeError("the server has ended; see its log for the reason")
+            if (reason := self.server.ended_because) is not None:
+                raise GlmError(f"the server has ended: {reason}")
 
     def restart(self, reason: str) -> bool:
         """Restart a dead engine under `supervise`. False when a signal has arrived. Raises EngineDead."""
