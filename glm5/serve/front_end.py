@@ -32,6 +32,7 @@ from glm5.serve.coordination.messages import (
     Serve,
     State,
     Stop,
+    StopListening,
     ToFrontEnd,
 )
 from glm5.serve.coordination.peer import Peer
@@ -77,6 +78,8 @@ class FrontEnd:
                 return 0 if self.service is None else self.service.abort_here(tenant, name)
             case NameWeights(version, name):
                 self.weight_names.set(version, name)
+            case StopListening():
+                return self.server.end_listening()
             case Stop(seconds):
                 self.server.begin_stop(seconds)
             case _:

@@ -35,7 +35,7 @@ from glm5.engine.transport.failure import how_silent
 from glm5.engine.transport.heartbeat import BEAT_SECONDS, Silence
 from glm5.engine.transport.link import private_folder
 from glm5.serve.coordination.coordinator import Coordinator, Member
-from glm5.serve.coordination.messages import Begin, Serve, State, Stop, ToMain
+from glm5.serve.coordination.messages import Begin, Serve, State, Stop, StopListening, ToMain
 from glm5.serve.coordination.peer import Peer
 from glm5.serve.http.keys import Key
 from glm5.serve.http.limits import Limits
@@ -85,6 +85,11 @@ class FrontEnds:
         table = [(name, choice) for name, choice in engine.table]
         self._engine, self._serve = engine, Serve(folder, str(engine.llm.path), self.settings.seed, table)
         self._do(self._tell_serve)
+
+    def stop_listening(self) -> None:
+        """Accept no more connections; those that are open stay."""
+        self.listener.close()
+        self._do(self._tell_stop_listening)
 
     def stop(self, seconds: float = CLOSE_SECONDS, is_urgent: Callable[[], bool] = lambda: False) -> None:
         """End the processes. Their running responses get `seconds`, or until `is_urgent` is true."""
@@ -139,11 +144,11 @@ class FrontEnds:
     async def _keep_one(self) -> None:
         """Keep one place filled until the stop. Raises GlmError when its processes end early again and again."""
         num_early = 0
-        while not self._is_stopping:
+        while not (self._is_stopping or self.state.is_draining):
             began = time.monotonic()
             pid, code = await self._run_one()
             if self._is_stopping or self.state.is_draining:
-                return
+                break
             why = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
             num_early = 0 if time.monotonic() - began > SETTLED_SECONDS else num_early + 1
             if num_early == MAX_EARLY:
@@ -233,13 +238,17 @@ class FrontEnds:
             if self.state.is_draining and not self._is_stopping:
                 self.state.set_active(await self.coordinator.refresh())
 
-    async def _tell_stop(self, seconds: float) -> None:
-        told = {member.client: member.peer for member in self.coordinator.members}
+    async def _tell_stop_listening(self) -> None:
+        known = {member.client for member in self.coordinator.members}
         for client, process in self.processes.items():
-            if (peer := told.get(client)) is not None:
-                peer.send(Stop(seconds))
-            else:  # it is still being started
+            if client not in known:  # it is still being started, and holds the socket too
                 process.kill()
+        await self.coordinator.ask_all(StopListening(), None)
+
+    async def _tell_stop(self, seconds: float) -> None:
+        for member in self.coordinator.members:
+            if member.peer is not None:
+                member.peer.send(Stop(seconds))
 
 
 def _spawn(listener: socket.socket, connection: socket.socket) -> subprocess.Popen[bytes]:

@@ -69,8 +69,12 @@ class Figures(msgspec.Struct):
     stats: dict[str, Any] | None
 
 
+class StopListening(msgspec.Struct, tag=True):
+    """Accept no more connections; those that are open stay. -> None once the socket is closed."""
+
+
 class Stop(msgspec.Struct, tag=True):
-    """Accept no more connections, give clients so many seconds to read their responses, and exit."""
+    """Give clients so many seconds to read their responses, and exit."""
 
     seconds: float
 
@@ -145,7 +149,7 @@ class NameWeights(msgspec.Struct, tag=True):
     name: str | None
 
 
-ToFrontEnd = Begin | State | Serve | Report | Stop | Abort | NameWeights
+ToFrontEnd = Begin | State | Serve | Report | StopListening | Stop | Abort | NameWeights
 ToMain = Heartbeat | Collect | Enter | Grow | Exit | Keep | Find | FindItems | Drop | Abort | NameWeights
 
 

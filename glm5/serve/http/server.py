@@ -9,6 +9,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import cast
@@ -125,6 +126,16 @@ class Server:
         if not self._server.started:
             raise RuntimeError("the server did not start; see its log for the reason")
 
+    async def end_listening(self) -> None:
+        """Accept no more connections; those that are open stay. On the event loop that serves."""
+        await self._server.end_listening()
+
+    def stop_listening(self) -> None:
+        """As `end_listening`, on any other thread."""
+        if self._thread.is_alive() and self._server.loop is not None:
+            ended = asyncio.run_coroutine_threadsafe(self.end_listening(), self._server.loop)
+            wait([ended], CLOSE_SECONDS)
+
     def begin_stop(self, seconds: float) -> None:
         """Accept no more connections and close the open ones. Running responses get so many seconds."""
         self._server.config.timeout_graceful_shutdown = max(1, round(seconds))
@@ -179,15 +190,33 @@ class _Server(uvicorn.Server):
             )
         )
         self.settled = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._limiter = limiter
+        self._listeners: list[socket.socket] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._limiter.on_loop_error)
+        self.loop, self._listeners = asyncio.get_running_loop(), sockets or []
+        self.loop.set_exception_handler(self._limiter.on_loop_error)
         self._limiter.update_limit()
         await super().startup(sockets)
-        for listener in sockets or ():
+        for listener in self._listeners:
             listener.listen(_BACKLOG)
         self.settled.set()
+
+    async def end_listening(self) -> None:
+        """Close the listening sockets, and serve the connections that the kernel has queued for them: it would reset
+        them."""
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            loop.remove_reader(listener)
+        await asyncio.sleep(0)  # asyncio drops connections that it has accepted and not yet set up
+        queued = [connection for listener in self._listeners for connection in _accept_all(listener)]
+        for server in self.servers:
+            server.close()
+        self._listeners = []
+        for connection in queued:
+            given = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+            await loop.connect_accepted_socket(partial(self.config.http_protocol_class, **given), connection)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:  # once a second
@@ -198,6 +227,15 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Does nothing: the main thread handles signals."""
         yield
+
+
+def _accept_all(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connections that wait to be accepted."""
+    with suppress(OSError):  # none is left, or no file for one
+        while True:
+            connection, _ = listener.accept()
+            connection.setblocking(False)  # noqa: FBT003 - the standard library's
+            yield connection
 
 
 def _set_tcp(listener: socket.socket, name: str, value: int) -> None:

@@ -52,6 +52,7 @@ class Front(Protocol):
     @property
     def ended_because(self) -> str | None: ...
     def start(self) -> None: ...
+    def stop_listening(self) -> None: ...
     def stop(self, seconds: float = ..., is_urgent: Callable[[], bool] = ...) -> None: ...
 
 
@@ -214,9 +215,10 @@ def _end(setup: ServerSetup, server: Front, engine: Killable | None, signals: _S
     """Shut down: drain if SIGTERM requested it, close the engine, then stop the server."""
     state, left = setup.state, CLOSE_SECONDS
     state.change(is_draining=True)
+    if engine is not None and signals.level == DRAIN:
+        left = _drain(setup, engine, signals)
+    server.stop_listening()  # before the engine is closed: until then who has connected is answered
     if engine is not None:
-        if signals.level == DRAIN:
-            left = _drain(setup, engine, signals)
         # Requests that end from now on were ended by this shutdown.
         state.change(is_closing=engine.stopped_because is None)
         _close(engine, signals)
