@@ -108,7 +108,10 @@ def test_tokens_are_booked_on_the_key_that_asked():
         for name, times in (("alice", 1), ("bob", 2)):
             for _ in range(times):
                 assert http.post(CHAT, json=ASK, headers=bearer(name)).status_code == 200
+        assert http.post(CHAT, json=ASK).status_code == 401
         page = http.get("/metrics", headers=bearer("boss")).text
+    # A refused request counts for its route too.
+    assert values(page, "http_requests_total")[f'method="POST",handler="{CHAT}",status="4xx"'] == 1
     num_tokens = len(engine.tokenizer.encode(engine.script))
     booked = values(page, "glm5:key_tokens_total")
     assert booked['key="alice",kind="generation"'] == num_tokens
