@@ -37,6 +37,7 @@ MAX_HEAD_BYTES = 32 * 2**10  # of a request line and headers, nginx' limit
 ACCEPTS_AT_ONCE = 8
 # Left for other open files, and for connections accepted before closed ones have freed theirs.
 SPARE_FILES = 48
+FEW_CONNECTIONS = 100  # fewer are worth a line at the start
 IDLE_SECONDS = 75
 BODY = "glm5.body"  # name of the extension of ASGI
 LINGER_SECONDS = 2.0  # before closing on a client that still sends; else it would not read the error response
@@ -91,6 +92,13 @@ class ConnectionLimiter:
             return
         self.max_connections = max(1, min(MAX_CONNECTIONS, open_files.limit() - others - SPARE_FILES))
         self._make_room(0)
+
+    def warn_of_few(self) -> None:
+        """Say so if there can be only few connections."""
+        if self.max_connections < FEW_CONNECTIONS:
+            most = "1 connection is" if self.max_connections == 1 else f"{self.max_connections} connections are"
+            text = f"only {most} possible at the same time, as this process may have {open_files.limit()} open files"
+            logger.warning("%s; raise the limit (ulimit -n), 4096 is enough for most servers", text)
 
     def enter(self, connection: "Connection") -> bool:
         """Add a connection, closing another if necessary. False if there is no room for it."""

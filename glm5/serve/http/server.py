@@ -198,6 +198,7 @@ class _Server(uvicorn.Server):
         self.loop, self._listeners = asyncio.get_running_loop(), sockets or []
         self.loop.set_exception_handler(self._limiter.on_loop_error)
         self._limiter.update_limit()
+        self._limiter.warn_of_few()
         await super().startup(sockets)
         for listener in self._listeners:
             listener.listen(_BACKLOG)
