@@ -145,13 +145,23 @@ class _Program:
 
     def _print_choices(self, engine: "AsyncEngine", template: "ChatTemplate") -> None:
         self._is_shown = True
-        names = ", ".join(self.settings.served_model_name or (self.settings.model,))
-        for line in resolved(self.settings, engine.llm, template, name=names):
+        for line in resolved(self.settings, engine.llm, template, **own_rows(self.settings)):
             tell(line)
 
     def close(self) -> None:
         if self.tracing is not None:
             self.tracing.close()
+
+
+def own_rows(settings: ServeConfig) -> dict[str, str]:
+    """Rows of the start table that only a server has."""
+    rows = {"name": ", ".join(settings.served_model_name or (settings.model,))}
+    if settings.api_server_count > 1:
+        rows["front ends"] = f"{settings.api_server_count} processes answer HTTP"
+    if (events := settings.kv_events_config) is not None and events.is_on:
+        where = "listens at" if events.listens else "connects to a subscriber that listens at"
+        rows["kv events"] = f"the engine {where} {events.endpoint}"
+    return rows
 
 
 def _listed(variable: str) -> list[str]:
