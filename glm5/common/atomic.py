@@ -7,6 +7,7 @@ folder deletes what a killed process has left of it.
 A link stays: the file that it leads to is replaced. What is no regular file, such as a pipe or a device, is written to.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -19,6 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # a write says only so, not where
 _BEGUN = re.compile(r"\..+\.[0-9a-f]{8}\.(part|old)")
 
 
@@ -40,8 +42,10 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Generator[IO[
             handle.flush()
             os.fsync(handle.fileno())
         building.replace(target)
-    except BaseException:
+    except BaseException as error:
         building.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            error.filename = str(path)
         raise
 
 

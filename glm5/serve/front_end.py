@@ -52,7 +52,7 @@ class FrontEnd:
 
     def __init__(self, begin: Begin, listener: socket.socket, main: Peer):
         self.begin, self.config = begin, ServeConfig.model_validate(begin.settings)
-        self.state, self.main, self.remote = ServerState("it is being loaded"), main, Remote(main)
+        self.state, self.main, self.remote = ServerState(), main, Remote(main)
         self.app, self.service = AppWhenReady(self.state), cast("Service | None", None)
         self.weight_names = WeightNames()
         self.weight_names.known.update(begin.weight_names)

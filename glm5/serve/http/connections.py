@@ -16,6 +16,7 @@ import errno
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -298,12 +299,17 @@ class _StrictHttp(h11.Connection):
             if error.error_status_hint == 431:
                 self._refuse(431, f"a part of the head is longer than {MAX_HEAD_BYTES} bytes", "headers_too_large")
             else:
-                self._refuse(400, f"this is not a request in HTTP/1.1: {error}", "bad_http")
+                self._refuse(400, f"this is not a request in HTTP/1.1: {_words_of(error)}", "bad_http")
             return h11.NEED_DATA
         if isinstance(event, h11.Request) and (fault := _fault_of(event)):
             self._refuse(*fault)
             return h11.NEED_DATA
         return event
+
+
+def _words_of(error: h11.RemoteProtocolError) -> str:
+    """h11's message, without the bytes that some end with, as Python writes them."""
+    return re.split(r": (?:bytearray\()?b['\"]", str(error), maxsplit=1)[0]
 
 
 def _fault_of(request: h11.Request) -> tuple[int, str, str] | None:

@@ -99,8 +99,10 @@ class AppWhenReady:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            reason = self.state.not_serving or "it is being started"
-            error = ApiError(503, f"the model does not answer yet: {reason}", code="starting", retry_after=5)
+            message = "this process of the server has just been started; try again in a moment"
+            if (reason := self.state.not_serving) is not None:
+                message = f"the model does not answer yet: {reason}"
+            error = ApiError(503, message, code="starting", retry_after=5)
             await error_response(error, scope["path"])(scope, receive, send)
 
 

@@ -1,5 +1,6 @@
 """Files and folders appear whole or not at all, and nothing is left behind."""
 
+import errno
 import os
 import signal
 import socket
@@ -87,6 +88,11 @@ def test_an_open_descriptor_is_written_to(tmp_path, kind):
         os.close(theirs)
     for each in (first, second, file):
         each.close()
+
+
+def test_a_full_disk_is_told_of_with_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: .*/a\.json'"), atomic_write(tmp_path / "a.json"):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_unknown_mode_is_refused(tmp_path):

@@ -384,6 +384,7 @@ def test_nothing_that_a_client_sent_is_logged(caplog):
     async def main():
         wire = open_one(ConnectionLimiter(60))
         wire.protocol.data_received(b"GET / HTTP/1.1\r\nAuthorization : Bearer a-secret\r\n\r\n")
+        assert b'HTTP/1.1: illegal header line"' in wire.sent
         return wire.status
 
     assert run(main) == 400
