@@ -68,7 +68,7 @@ class FrontEnds:
         self._serve: Serve | None = None
         self._serving: dict[Member, Serve] = {}  # what each serves
         self._num_started, self._is_stopping = 0, False
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._ending = asyncio.new_event_loop(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="glm5-front-ends", daemon=True)
 
     def start(self) -> None:
@@ -111,35 +111,37 @@ class FrontEnds:
 
     def _do(self, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run it on the other thread and wait for its end; without effect once that thread has ended."""
-        if self.ended_because is not None:
-            return
-        future = asyncio.run_coroutine_threadsafe(action(), self._loop)
+        with self._ending:  # what is begun before the end is cancelled by it
+            if self.ended_because is not None:
+                return
+            future = asyncio.run_coroutine_threadsafe(action(), self._loop)
         while self.ended_because is None and not future.done():
             wait([future], _POLL_SECONDS)
-        if future.done():
+        if future.done() and not future.cancelled():
             future.result()
 
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._keep_all())
-            self.ended_because = "it was stopped"
-        except* GlmError as given_up:
-            self.ended_because = str(given_up.exceptions[0])
-        except* Exception:
-            logger.exception("the front ends cannot be kept running")
-            self.ended_because = "its front ends cannot be kept running; the lines above say why"
         finally:
             self.state.set_active(0)
 
     async def _keep_all(self) -> None:
-        drains = asyncio.ensure_future(self._follow_drain())
+        drains, why = asyncio.ensure_future(self._follow_drain()), "it was stopped"
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.num):
                     group.create_task(self._keep_one())
+        except* GlmError as given_up:
+            why = str(given_up.exceptions[0])
+        except* Exception:
+            logger.exception("the front ends cannot be kept running")
+            why = "its front ends cannot be kept running; the lines above say why"
         finally:
             drains.cancel()
+            with self._ending:
+                self.ended_because = why
 
     async def _keep_one(self) -> None:
         """Keep one place filled until the stop. Raises GlmError when its processes end early again and again."""
