@@ -18,7 +18,7 @@ from typing import Any
 from glm5 import __version__
 from glm5.cli.parser import Parser
 from glm5.common import log
-from glm5.common.errors import ConfigError, GlmError, UsageError
+from glm5.common.errors import ConfigError, GlmError, UsageError, advice_on_files
 from glm5.common.interrupt import held_interrupt, orderly_end
 
 # What a command does, in the words of `glm5 --help`. Its file, `bench_all.py` for "bench all", has `add(parser)`, which
@@ -178,5 +178,5 @@ def _is_of_memory(err: MemoryError | RuntimeError) -> bool:
 
 def _report(err: Exception, code: int) -> int:
     logger.debug("traceback", exc_info=err)
-    sys.stderr.write(f"glm5: error: {err}\n")
+    sys.stderr.write(f"glm5: error: {err}{advice_on_files(err)}\n")
     return code

@@ -10,7 +10,7 @@ from glm5.cli.flags import add_flags, notes, read
 from glm5.cli.loading import check, load_llm, load_template, resolved
 from glm5.cli.parser import Parser
 from glm5.common import open_files
-from glm5.common.console import out
+from glm5.common.console import tell
 from glm5.common.extras import require
 from glm5.common.interrupt import held_interrupt
 from glm5.common.waits import Waits
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         from glm5.serve.service.state import ServerState
 
         for line in notes(settings):
-            out(line, flush=True)
+            tell(line)
         # Options, keys, traces and the address are checked first: loading the model takes minutes.
         check(settings, engine := settings.engine_config())
         check_gpus(settings.device, engine.tensor_parallel_size)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             start=program.start,
             make_app=program.make_app,
             replace=program.replace,
-            report=lambda line: out(line, flush=True),
+            report=tell,
             state=program.state,
             supervise=settings.supervise,
             client_timeout=settings.client_timeout,
@@ -145,13 +145,23 @@ class _Program:
 
     def _print_choices(self, engine: "AsyncEngine", template: "ChatTemplate") -> None:
         self._is_shown = True
-        names = ", ".join(self.settings.served_model_name or (self.settings.model,))
-        for line in resolved(self.settings, engine.llm, template, name=names):
-            out(line)
+        for line in resolved(self.settings, engine.llm, template, **own_rows(self.settings)):
+            tell(line)
 
     def close(self) -> None:
         if self.tracing is not None:
             self.tracing.close()
+
+
+def own_rows(settings: ServeConfig) -> dict[str, str]:
+    """Rows of the start table that only a server has."""
+    rows = {"name": ", ".join(settings.served_model_name or (settings.model,))}
+    if settings.api_server_count > 1:
+        rows["front ends"] = f"{settings.api_server_count} processes answer HTTP"
+    if (events := settings.kv_events_config) is not None and events.is_on:
+        where = "listens at" if events.listens else "connects to a subscriber that listens at"
+        rows["kv events"] = f"the engine {where} {events.endpoint}"
+    return rows
 
 
 def _listed(variable: str) -> list[str]:

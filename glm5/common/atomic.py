@@ -3,8 +3,11 @@
 Written beside their target under a temporary name (so the final rename stays on one file system),
 flushed to disk, then renamed. After a failure, Ctrl-C or SIGTERM the old content is still there. The next write to a
 folder deletes what a killed process has left of it.
+
+A link stays: the file that it leads to is replaced. What is no regular file, such as a pipe or a device, is written to.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -17,6 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # a write says only so, not where
 _BEGUN = re.compile(r"\..+\.[0-9a-f]{8}\.(part|old)")
 
 
@@ -25,16 +29,23 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "w") -> Generator[IO[
     """A file handle ("w" = UTF-8 text, "wb" = bytes) whose content replaces `path` when the block succeeds."""
     if mode not in ("w", "wb"):
         raise ValueError(f"atomic_write: got mode {mode!r}, allowed: 'w' or 'wb'")
-    target = Path(path)
+    encoding = None if "b" in mode else "utf-8"
+    target = _followed(Path(path))
+    if isinstance(target, int):
+        with os.fdopen(target, mode, encoding=encoding) as handle:
+            yield handle
+        return
     building = _beside(target, "part")
     try:
-        with building.open(mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as handle:
+        with building.open(mode.replace("w", "x"), encoding=encoding) as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
         building.replace(target)
-    except BaseException:
+    except BaseException as error:
         building.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            error.filename = str(path)
         raise
 
 
@@ -120,6 +131,23 @@ def _swap(building: Path, target: Path) -> None:
             old.replace(target)
             raise
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _followed(path: Path) -> Path | int:
+    """The file that a path leads to, which need not exist; or a descriptor to write to, if it is no regular file or is
+    one that this process has open (`/dev/stdout`, `/dev/fd/3`). Raises OSError."""
+    with suppress(FileNotFoundError):
+        path.stat()  # raises for links in a circle
+    while not _is_descriptor(path):
+        if not path.is_symlink():
+            is_file = path.is_file() or path.is_dir() or not path.exists()
+            return path if is_file else os.open(path, os.O_WRONLY)
+        path = path.parent / path.readlink()
+    return os.dup(int(path.name))  # not opened anew, which would begin a file again and cannot open a socket
+
+
+def _is_descriptor(path: Path) -> bool:
+    return path.name.isdecimal() and os.path.realpath(path.parent) in (f"/proc/{os.getpid()}/fd", "/dev/fd")
 
 
 def _beside(target: Path, ending: str) -> Path:

@@ -14,6 +14,10 @@ A message states the wrong value, what is allowed and what to do, on one line. T
 as `glm5: error: ...` and ends with exit code 1, or 2 for `UsageError`.
 """
 
+import errno
+
+from glm5.common import open_files
+
 
 class GlmError(Exception):
     """Base of all errors that a user can fix. Any other exception is a bug in glm5."""
@@ -79,6 +83,7 @@ def named(kind: str, message: str) -> GlmError:
     return _BY_NAME.get(kind, GlmError)(message)
 
 
+_FILES = "; raise the limit of open files (ulimit -n) to 256 or more; it is {}"
 _MEMORY = (
     "; out of memory: lower gpu_memory_utilization or kv_cache_memory_bytes, max_num_batched_tokens or max_num_seqs"
 )
@@ -92,7 +97,13 @@ def words_of(error: BaseException) -> str:
 def reason_of(error: BaseException) -> str:
     """Type and message of an exception, with advice if memory ran out."""
     reason = f"{type(error).__name__}: {words_of(error)}".rstrip(": ")
-    return reason + _MEMORY if is_of_memory(error) else reason
+    return reason + _MEMORY if is_of_memory(error) else reason + advice_on_files(error)
+
+
+def advice_on_files(error: BaseException) -> str:
+    """What to do if this process had too many open files, to be put behind a message; else nothing."""
+    is_of_files = isinstance(error, OSError) and error.errno == errno.EMFILE
+    return _FILES.format(open_files.limit()) if is_of_files else ""
 
 
 def is_of_memory(error: BaseException) -> bool:

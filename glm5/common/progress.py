@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -73,8 +74,9 @@ class Progress:
             parts.append(f"in {tqdm.format_interval(seconds)}")
         if self._metrics:
             parts.append(self._metric_text())
-        self._stream.write(", ".join(parts) + "\n")
-        self._stream.flush()
+        with suppress(OSError):  # whoever reads the log may have gone; the operation goes on
+            self._stream.write(", ".join(parts) + "\n")
+            self._stream.flush()
 
     def _done(self) -> str:
         if self.total is None:

@@ -58,5 +58,11 @@ class KvEventsConfig(Command):
         return self
 
     @property
+    def listens(self) -> bool:
+        """Whether the engine listens at `endpoint`, by vLLM's rule; otherwise it connects to it."""
+        marks = ("*", "::", "//0.0.0.0:")
+        return any(mark in self.endpoint for mark in marks) or not self.endpoint.startswith("tcp://")
+
+    @property
     def is_on(self) -> bool:
         return self.enable_kv_cache_events and self.publisher == "zmq"

@@ -88,7 +88,8 @@ def main(folder: str, cwd: str) -> NoReturn:
             logger.exception("the engine process ends")
         reason = words_of(error) if is_user_error else reason_of(error)
         heartbeat.end(Dead(reason, type(error).__name__ if is_user_error else "EngineDead"), code=1)
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
     os._exit(0)  # a regular interpreter exit is slow with torch, and there is nothing left to save
 
 

@@ -62,7 +62,8 @@ def main() -> NoReturn:
             logger.exception("a rank of the engine ends")
         reason = words_of(error) if is_user_error else reason_of(error)
         heartbeat.end(Dead(reason, type(error).__name__ if is_user_error else "EngineDead"), code=1)
-    sys.stderr.flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
     os._exit(0)
 
 

@@ -97,7 +97,8 @@ def create_app(
     app.state.service, app.state.probe = service, Probe()
     apis = (chat, completions, responses, anthropic, sglang, sglang_info, loads, vllm_info, tokens)
     apis = (*apis, generate, chat_render, completions_render)
-    for router in (*apis, models, health, metrics_page, admin, pages):
+    routers = (*apis, models, health, metrics_page, admin, pages)
+    for router in routers:
         app.include_router(router)
     documents.install(app)
     errors.install(app)
@@ -106,7 +107,9 @@ def create_app(
     app.add_middleware(CancelOnDisconnect)
     keys = keys or KeyRing()
     hosts = Hosts(None if keys.is_needed and not config.allowed_hosts else (*config.allowed_hosts, config.host))
-    app.add_middleware(Access, keys=keys, hosts=hosts, admission=admission, state=state, metrics=metrics)
+    routes = [route for router in routers for route in router.routes]
+    given = {"keys": keys, "hosts": hosts, "admission": admission, "routes": routes}
+    app.add_middleware(Access, **given, state=state, metrics=metrics)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -21,23 +21,22 @@ from glm5.common.errors import GlmError
 from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.joined import JoinedLLM
-from glm5.engine.transport.heartbeat import BEAT_SECONDS
 from glm5.engine.transport.joined import JoinedLink
 from glm5.serve.app import create_app
 from glm5.serve.coordination.messages import (
     Abort,
     Begin,
-    Figures,
     Heartbeat,
     NameWeights,
     Report,
     Serve,
     State,
     Stop,
+    StopListening,
     ToFrontEnd,
 )
 from glm5.serve.coordination.peer import Peer
-from glm5.serve.coordination.remote import Remote
+from glm5.serve.coordination.remote import Remote, beat
 from glm5.serve.http.keys import Key, KeyRing
 from glm5.serve.http.server import AppWhenReady, Server
 from glm5.serve.metrics.tracing import Tracing
@@ -53,7 +52,7 @@ class FrontEnd:
 
     def __init__(self, begin: Begin, listener: socket.socket, main: Peer):
         self.begin, self.config = begin, ServeConfig.model_validate(begin.settings)
-        self.state, self.remote = ServerState("it is being loaded"), Remote(main)
+        self.state, self.main, self.remote = ServerState(), main, Remote(main)
         self.app, self.service = AppWhenReady(self.state), cast("Service | None", None)
         self.weight_names = WeightNames()
         self.weight_names.known.update(begin.weight_names)
@@ -62,7 +61,7 @@ class FrontEnd:
         self.server = Server(self.app, listener, self.config.client_timeout)
         self._serving = asyncio.ensure_future(self.server.serve())
         self._serving.add_done_callback(self._exit)
-        self._beating = asyncio.ensure_future(self._beat(main))
+        self._beating = asyncio.ensure_future(beat(main, self.state, self._heartbeat))
         self._link: JoinedLink | None = None
         self._engine: AsyncEngine | None = None
 
@@ -74,12 +73,13 @@ class FrontEnd:
             case Serve():
                 return self._join(message)
             case Report():
-                totals = {} if self.service is None else self.service.metrics.page.totals()
-                return Figures(totals, self.state.num_active)
+                self.main.send(self._heartbeat())
             case Abort(tenant, name):
                 return 0 if self.service is None else self.service.abort_here(tenant, name)
             case NameWeights(version, name):
                 self.weight_names.set(version, name)
+            case StopListening():
+                return self.server.end_listening()
             case Stop(seconds):
                 self.server.begin_stop(seconds)
             case _:
@@ -151,10 +151,9 @@ class FrontEnd:
         self.service = app.state.service
         return app
 
-    async def _beat(self, main: Peer) -> None:
-        while True:
-            main.send(Heartbeat())
-            await asyncio.sleep(BEAT_SECONDS)
+    def _heartbeat(self) -> Heartbeat:
+        totals = {} if self.service is None else self.service.metrics.page.totals()
+        return Heartbeat(totals, self.state.num_active)
 
     def _exit(self, served: asyncio.Task[None]) -> None:
         """The server has ended."""

@@ -1,7 +1,6 @@
 """Runs cases: each is checked, timed and printed; optionally written as JSON."""
 
 import argparse
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from glm5.bench.command import need_gpus
 from glm5.bench.kernels.case import Case, Row
 from glm5.bench.kernels.machine import Machine
+from glm5.common.atomic import atomic_write_json
 from glm5.common.console import out
 
 Clock = Callable[[Case], tuple[float, float, float]]
@@ -83,7 +83,7 @@ def report(cases: Iterable[Case], only: str = "", file: Path | None = None) -> i
     machine = measured()
     rows = run([case for case in cases if only in case.name], machine, measure)
     if file:
-        file.write_text(json.dumps(document(rows, machine), indent=1) + "\n", encoding="utf-8")
+        atomic_write_json(file, document(rows, machine))
     return int(any(row.failure for row in rows))
 
 

@@ -157,8 +157,9 @@ class RequestBuilder:
         num_new, depth = self._max_tokens(prompt_ids, params), options.num_speculative_tokens
         self._limits.check(Submit((), prompt_ids, num_new, max_depth=depth))
         if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-            found = f"{min(prompt_ids)} to {max(prompt_ids)}"
-            raise RequestError(f"the prompt holds token ids {found}; allowed: 0 to {vocab_size - 1}", param="prompt")
+            least, most = min(prompt_ids), max(prompt_ids)
+            found = f"the token id {least}" if least == most else f"token ids {least} to {most}"
+            raise RequestError(f"the prompt holds {found}; allowed: 0 to {vocab_size - 1}", param="prompt")
         params.check_token_ids(vocab_size)
         for name, tokens in (("starts_after", (options.starts_after or 0,)), ("not_before", options.not_before)):
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:

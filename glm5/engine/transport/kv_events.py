@@ -113,7 +113,7 @@ class KvEventPublisher:
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._context = zmq.Context()
         try:
-            self._pub = self._open(zmq.PUB, "endpoint", config.endpoint, hwm=config.hwm)
+            self._pub = self._open(zmq.PUB, "endpoint", config.endpoint, hwm=config.hwm, listens=config.listens)
             # Without a limit: an answer may have more batches than the default limit, beyond which ROUTER drops.
             replay = config.replay_endpoint
             self._replay = None if replay is None else self._open(zmq.ROUTER, "replay_endpoint", replay, hwm=0)
@@ -144,12 +144,12 @@ class KvEventPublisher:
         self._outbox.close(linger=0)
         self._context.term()
 
-    def _open(self, kind: int, key: str, address: str, *, hwm: int) -> zmq.Socket[bytes]:
+    def _open(self, kind: int, key: str, address: str, *, hwm: int, listens: bool = True) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set(zmq.SNDHWM, hwm)
         socket.set(zmq.IPV6, int("[" in address))
         try:
-            if kind == zmq.ROUTER or _is_own(address):
+            if listens:
                 socket.bind(address)
             else:
                 socket.connect(address)
@@ -191,11 +191,6 @@ class KvEventPublisher:
                 if sequence >= first:
                     replay.send_multipart([*route, sequence.to_bytes(8, "big"), payload])
             replay.send_multipart([*route, END, b""])
-
-
-def _is_own(address: str) -> bool:
-    """Whether to listen at an address, by vLLM's rule."""
-    return any(mark in address for mark in ("*", "::", "//0.0.0.0:")) or not address.startswith("tcp://")
 
 
 def _address(socket: zmq.Socket[bytes]) -> str:

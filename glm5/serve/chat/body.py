@@ -1,9 +1,10 @@
 """The body of POST /v1/chat/completions: OpenAI's fields, and those that vLLM, SGLang and Z.ai add."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from glm5.common.errors import RequestError
 from glm5.engine.sampling.params import Bounds
@@ -23,12 +24,24 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
+def _request_id(value: str) -> str:
+    if not _ID.fullmatch(value):
+        raise ValueError("1 to 128 visible ASCII characters, so no spaces")
+    return value
+
+
+_ID = re.compile(r"[\x21-\x7e]{1,128}")
+RequestId = Annotated[
+    str, AfterValidator(_request_id), Field(json_schema_extra={"maxLength": 128, "pattern": r"^[\x21-\x7e]+$"})
+]
+
+
 class StreamFields(Body):
     """How an answer is sent, and what it says besides."""
 
     stream: bool = False
     stream_options: StreamOptions | None = None
-    request_id: Annotated[str, Field(max_length=128, pattern=r"^[\x21-\x7e]+$")] | None = None
+    request_id: RequestId | None = None
     """The id of the answer is made of it."""
     return_token_ids: bool = False
     """Say the token ids of prompt and answer."""

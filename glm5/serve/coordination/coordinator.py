@@ -1,7 +1,8 @@
 """The state that all front ends of a server share, kept by the main process: limits, stored responses, totals.
 
 Everything that a front end holds is given back when its connection ends: places in limits, responses in progress, and
-its requests in the engine. What its metrics last told stays in the totals, so that counters never go back.
+its requests in the engine. What its last heartbeat has counted stays in the totals; /metrics shows only these, so that
+counters never go back.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from typing import Any
 from glm5.engine.transport.heartbeat import Silence
 from glm5.serve.coordination.messages import (
     Abort,
+    Collect,
     Drop,
     Enter,
     Exit,
@@ -53,14 +55,15 @@ class Packed:
 @dataclass(eq=False)
 class Member:
     """A front end that is connected. `client`: its number among the engine's clients. `silence`: since its last
-    heartbeat. `calls`: its requests that hold places. `running`: (tenant, id) of its stored responses in progress."""
+    heartbeat. `calls`: its requests that hold places. `running`: (tenant, id) of its stored responses in progress.
+    `heartbeat`: the last."""
 
     client: int
     silence: Silence
     peer: Peer | None = None
     calls: dict[int, Call] = field(default_factory=dict)
     running: set[tuple[str, str]] = field(default_factory=set)
-    figures: Figures = field(default_factory=lambda: Figures({}, 0))
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat({}, 0))
 
     async def ask(self, message: ToFrontEnd, answer: Any, seconds: float = ASK_SECONDS) -> Any:
         """Its answer; None if it has ended or does not answer in time."""
@@ -93,7 +96,7 @@ class Coordinator:
             self.limits.leave(call)
         for tenant, response_id in member.running:
             self.store.drop(tenant, response_id)
-        merge(self._ended, member.figures.totals)
+        merge(self._ended, member.heartbeat.totals)
 
     async def ask_all(self, message: ToFrontEnd, answer: Any, besides: Member | None = None) -> list[Any]:
         """The answers of all front ends `besides` one; those that do not answer are left out."""
@@ -105,6 +108,7 @@ class Coordinator:
         match message:
             case Heartbeat():
                 member.silence.end()
+                member.heartbeat = message
             case Enter(number, tenant):
                 call = Call("", tenant)
                 self.limits.enter(call)
@@ -131,8 +135,8 @@ class Coordinator:
                 return self._abort(member, message)
             case NameWeights(version, name):
                 return self._name_weights(member, version, name)
-            case Figures():
-                return self._figures(member, message)
+            case Collect(stats):
+                return self._collect(member, stats)
         return None
 
     def _keep(self, member: Member, message: Keep) -> None:
@@ -148,24 +152,15 @@ class Coordinator:
         self.weight_names.set(version, name)
         await self.ask_all(NameWeights(version, name), None, besides=member)
 
-    async def _figures(self, member: Member, own: Figures) -> Figures:
-        """Totals of all but this front end. What it tells is kept too: it may have shown it when it ends."""
-        member.figures = own
-        self._stats = own.stats or self._stats
-        await self.refresh(besides=member)
+    async def _collect(self, member: Member, stats: dict[str, Any] | None) -> Figures:
+        self._stats = stats or self._stats
+        num_active = await self.refresh(besides=member)  # it has just sent its own
         totals: Totals = {}
-        others = [each.figures for each in self.members if each is not member]
-        for more in (self._ended, *[each.totals for each in others]):
+        for more in (self._ended, *[each.heartbeat.totals for each in self.members]):
             merge(totals, more)
-        return Figures(totals, sum(each.num_active for each in others), self._stats)
+        return Figures(totals, num_active, self._stats)
 
     async def refresh(self, besides: Member | None = None) -> int:
-        """Ask the front ends for their figures. Returns how many requests run in all of them."""
-
-        async def one(member: Member) -> None:
-            figures = await member.ask(Report(), Figures)
-            if figures is not None:
-                member.figures = figures
-
-        await asyncio.gather(*[one(each) for each in self.members if each is not besides])
-        return sum(each.figures.num_active for each in self.members)
+        """Ask the front ends for heartbeats. Returns how many requests run in all of them."""
+        await self.ask_all(Report(), None, besides)
+        return sum(each.heartbeat.num_active for each in self.members)

@@ -25,6 +25,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from glm5.common.errors import GlmError
 from glm5.common.interrupt import signal_name
 from glm5.common.log import style
 from glm5.config.serve import ServeConfig
@@ -34,7 +35,7 @@ from glm5.engine.transport.failure import how_silent
 from glm5.engine.transport.heartbeat import BEAT_SECONDS, Silence
 from glm5.engine.transport.link import private_folder
 from glm5.serve.coordination.coordinator import Coordinator, Member
-from glm5.serve.coordination.messages import Begin, Serve, State, Stop, ToMain
+from glm5.serve.coordination.messages import Begin, Serve, State, Stop, StopListening, ToMain
 from glm5.serve.coordination.peer import Peer
 from glm5.serve.http.keys import Key
 from glm5.serve.http.limits import Limits
@@ -45,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 60.0  # for a front end to import and serve, on a busy machine
 SILENT_SECONDS = 30.0  # without a heartbeat; nothing keeps the event loop of a front end from sending them for so long
-SETTLED_SECONDS = 60.0  # one that has run this long resets the count of failures of its place
-MAX_FAILURES = 5  # in a row, of one place; after them the server exits
-PAUSE_SECONDS = 1.0  # by which the wait before the next start grows with each failure
+SETTLED_SECONDS = 60.0  # one that has run this long resets the count of early ends of its place
+MAX_EARLY = 5  # ends in a row, of one place; after them the server exits
+PAUSE_SECONDS = 1.0  # by which the wait before the next start grows with each early end
 _POLL_SECONDS = 0.05
 _SECRETS = {"api_key", "admin_api_key"}  # front ends get hashes
 
@@ -59,7 +60,7 @@ class FrontEnds:
     def __init__(self, num: int, settings: ServeConfig, keys: list[Key], state: ServerState, listener: socket.socket):
         self.num, self.settings, self.keys, self.state, self.listener = num, settings, keys, state, listener
         self.url = url_of(listener)
-        self.is_running = True
+        self.ended_because: str | None = None
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by the number of the client
         self.coordinator = Coordinator(Limits.of(settings))
         self._created = int(time.time())
@@ -67,7 +68,7 @@ class FrontEnds:
         self._serve: Serve | None = None
         self._serving: dict[Member, Serve] = {}  # what each serves
         self._num_started, self._is_stopping = 0, False
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._ending = asyncio.new_event_loop(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name="glm5-front-ends", daemon=True)
 
     def start(self) -> None:
@@ -84,6 +85,11 @@ class FrontEnds:
         table = [(name, choice) for name, choice in engine.table]
         self._engine, self._serve = engine, Serve(folder, str(engine.llm.path), self.settings.seed, table)
         self._do(self._tell_serve)
+
+    def stop_listening(self) -> None:
+        """Accept no more connections; those that are open stay."""
+        self.listener.close()
+        self._do(self._tell_stop_listening)
 
     def stop(self, seconds: float = CLOSE_SECONDS, is_urgent: Callable[[], bool] = lambda: False) -> None:
         """End the processes. Their running responses get `seconds`, or until `is_urgent` is true."""
@@ -105,47 +111,53 @@ class FrontEnds:
 
     def _do(self, action: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run it on the other thread and wait for its end; without effect once that thread has ended."""
-        if not self.is_running:
-            return
-        future = asyncio.run_coroutine_threadsafe(action(), self._loop)
-        while self.is_running and not future.done():
+        with self._ending:  # what is begun before the end is cancelled by it
+            if self.ended_because is not None:
+                return
+            future = asyncio.run_coroutine_threadsafe(action(), self._loop)
+        while self.ended_because is None and not future.done():
             wait([future], _POLL_SECONDS)
-        if future.done():
+        if future.done() and not future.cancelled():
             future.result()
 
     def _run(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._keep_all())
-        except Exception:
-            logger.exception("the front ends cannot be kept running")
         finally:
-            self.is_running = False
             self.state.set_active(0)
 
     async def _keep_all(self) -> None:
-        drains = asyncio.ensure_future(self._follow_drain())
+        drains, why = asyncio.ensure_future(self._follow_drain()), "it was stopped"
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.num):
                     group.create_task(self._keep_one())
+        except* GlmError as given_up:
+            why = str(given_up.exceptions[0])
+        except* Exception:
+            logger.exception("the front ends cannot be kept running")
+            why = "its front ends cannot be kept running; the lines above say why"
         finally:
             drains.cancel()
+            with self._ending:
+                self.ended_because = why
 
     async def _keep_one(self) -> None:
-        """Keep one place filled until the stop. RuntimeError when its processes fail again and again."""
-        num_failures = 0
-        while not self._is_stopping:
+        """Keep one place filled until the stop. Raises GlmError when its processes end early again and again."""
+        num_early = 0
+        while not (self._is_stopping or self.state.is_draining):
             began = time.monotonic()
             pid, code = await self._run_one()
             if self._is_stopping or self.state.is_draining:
-                return
+                break
             why = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+            num_early = 0 if time.monotonic() - began > SETTLED_SECONDS else num_early + 1
+            if num_early == MAX_EARLY:
+                early = f"{num_early} front ends in a row, each in the place of the one before, ended early"
+                raise GlmError(f"{early} (within {SETTLED_SECONDS:g} s); the last was process {pid} ({why})")
             logger.error("the front end of process %d has ended (%s); another one is started", pid, why)
-            num_failures = 1 if time.monotonic() - began > SETTLED_SECONDS else num_failures + 1
-            if num_failures >= MAX_FAILURES:
-                raise RuntimeError(f"{num_failures} front ends in a row have ended early")
-            await asyncio.sleep((num_failures - 1) * PAUSE_SECONDS)
+            await asyncio.sleep(max(0, num_early - 1) * PAUSE_SECONDS)
 
     async def _run_one(self) -> tuple[int, int]:
         """Run one process to its end. Returns its id and exit code."""
@@ -209,7 +221,7 @@ class FrontEnds:
     async def _tell_serve(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         await asyncio.gather(*[self._offer(member) for member in self.coordinator.members])
-        while time.monotonic() < deadline and self.is_running:
+        while time.monotonic() < deadline and self.ended_because is None:
             if sum(serve is self._serve for serve in self._serving.values()) == self.num:
                 return
             await asyncio.sleep(_POLL_SECONDS)  # some are still being started
@@ -228,13 +240,17 @@ class FrontEnds:
             if self.state.is_draining and not self._is_stopping:
                 self.state.set_active(await self.coordinator.refresh())
 
-    async def _tell_stop(self, seconds: float) -> None:
-        told = {member.client: member.peer for member in self.coordinator.members}
+    async def _tell_stop_listening(self) -> None:
+        known = {member.client for member in self.coordinator.members}
         for client, process in self.processes.items():
-            if (peer := told.get(client)) is not None:
-                peer.send(Stop(seconds))
-            else:  # it is still being started
+            if client not in known:  # it is still being started, and holds the socket too
                 process.kill()
+        await self.coordinator.ask_all(StopListening(), None)
+
+    async def _tell_stop(self, seconds: float) -> None:
+        for member in self.coordinator.members:
+            if member.peer is not None:
+                member.peer.send(Stop(seconds))
 
 
 def _spawn(listener: socket.socket, connection: socket.socket) -> subprocess.Popen[bytes]:

@@ -44,24 +44,37 @@ class Serve(msgspec.Struct, tag=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """The event loop of this front end runs. Sent every BEAT_SECONDS, from its first message on."""
-
-
-class Report(msgspec.Struct, tag=True):
-    """-> Figures."""
-
-
-class Figures(msgspec.Struct, tag=True):
-    """The totals of a front end's metrics, its running requests, and what the engine answered about itself. As a
-    question: -> Figures of all others, with the last `stats` that any of them got."""
+    """The event loop of this front end runs; the totals of its metrics, and its running requests. Sent every
+    BEAT_SECONDS, from its first message on, and when it is asked. -> None: so does the main process."""
 
     totals: Totals
     num_active: int
-    stats: dict[str, Any] | None = None
+
+
+class Report(msgspec.Struct, tag=True):
+    """Send a heartbeat now. -> None after it."""
+
+
+class Collect(msgspec.Struct, tag=True):
+    """`stats`: what the engine answered about itself, if it did. -> Figures."""
+
+    stats: dict[str, Any] | None
+
+
+class Figures(msgspec.Struct):
+    """Of all front ends, as the main process keeps them: totals of metrics, running requests, the last `stats`."""
+
+    totals: Totals
+    num_active: int
+    stats: dict[str, Any] | None
+
+
+class StopListening(msgspec.Struct, tag=True):
+    """Accept no more connections; those that are open stay. -> None once the socket is closed."""
 
 
 class Stop(msgspec.Struct, tag=True):
-    """Accept no more connections, give clients so many seconds to read their responses, and exit."""
+    """Give clients so many seconds to read their responses, and exit."""
 
     seconds: float
 
@@ -136,8 +149,8 @@ class NameWeights(msgspec.Struct, tag=True):
     name: str | None
 
 
-ToFrontEnd = Begin | State | Serve | Report | Stop | Abort | NameWeights
-ToMain = Heartbeat | Figures | Enter | Grow | Exit | Keep | Find | FindItems | Drop | Abort | NameWeights
+ToFrontEnd = Begin | State | Serve | Report | StopListening | Stop | Abort | NameWeights
+ToMain = Heartbeat | Collect | Enter | Grow | Exit | Keep | Find | FindItems | Drop | Abort | NameWeights
 
 
 class Refused(msgspec.Struct):

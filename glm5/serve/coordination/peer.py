@@ -71,6 +71,12 @@ class Peer:
         finally:
             del self._waiting[number]
 
+    def give_up(self, error: ApiError) -> None:
+        """Have all calls that wait for an answer raise this error."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
     async def run(self) -> None:
         """Handle what arrives until the connection ends."""
         try:

@@ -1,12 +1,17 @@
 """Limits and stores that the main process keeps for all front ends, as the routes of one front end see them."""
 
+import asyncio
 import json
-from collections.abc import Collection
+import logging
+import time
+from collections.abc import Callable, Collection
 from itertools import count
 from typing import Any
 
+from glm5.engine.transport.heartbeat import BEAT_SECONDS, Silence
 from glm5.serve.coordination.messages import (
     Abort,
+    Collect,
     Drop,
     Enter,
     Exit,
@@ -14,14 +19,21 @@ from glm5.serve.coordination.messages import (
     Find,
     FindItems,
     Grow,
+    Heartbeat,
     Keep,
     NameWeights,
 )
 from glm5.serve.coordination.peer import Peer
 from glm5.serve.http.call import Call
+from glm5.serve.http.errors import ApiError, main_process_silent
 from glm5.serve.metrics.prometheus import Totals
 from glm5.serve.service.response_store import MAX_BYTES, Item, Stored
-from glm5.serve.service.shared import Elsewhere, Stats
+from glm5.serve.service.shared import ServerFigures, Stats
+from glm5.serve.service.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+SILENT_SECONDS = 10.0  # without an answer to a heartbeat: the main process answers at once unless it hangs
 
 
 class Remote:
@@ -73,9 +85,10 @@ class Remote:
     async def name_weights_elsewhere(self, version: int, name: str | None) -> None:
         await self._main.call(NameWeights(version, name))
 
-    async def figures_elsewhere(self, totals: Totals, num_active: int, stats: Stats | None) -> Elsewhere:
-        others = await self._main.call(Figures(totals, num_active, stats), Figures)
-        return Elsewhere(others.totals, others.num_active, others.stats)
+    async def figures(self, totals: Totals, num_active: int, stats: Stats | None) -> ServerFigures:
+        self._main.send(Heartbeat(totals, num_active))
+        whole = await self._main.call(Collect(stats), Figures)
+        return ServerFigures(whole.totals, whole.num_active, whole.stats)
 
     async def _keep(self, tenant: str, stored: Stored, *, is_new: bool) -> None:
         # What the store would not keep is not sent.
@@ -90,3 +103,35 @@ def _packed(stored: Stored) -> dict[str, Any]:
 
 def _unpacked(content: bytes) -> Stored:
     return Stored(**json.loads(content))
+
+
+async def beat(main: Peer, state: ServerState, heartbeat: Callable[[], Heartbeat]) -> None:
+    """Send heartbeats for ever. While the main process does not answer them, the state says so, and what waits for an
+    answer fails."""
+    while True:
+        is_answered = await _in_time(asyncio.ensure_future(_is_answered(main, heartbeat())))
+        if is_answered is state.is_main_silent:
+            logger.warning("the main process %s", "answers again" if is_answered else "does not answer")
+        state.is_main_silent = not is_answered
+        if not is_answered:
+            main.give_up(main_process_silent())
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+async def _is_answered(main: Peer, heartbeat: Heartbeat) -> bool:
+    try:
+        await main.call(heartbeat)
+    except (ApiError, ConnectionError):
+        return False
+    return True
+
+
+async def _in_time(answered: asyncio.Future[bool]) -> bool:
+    silence = Silence(SILENT_SECONDS, SILENT_SECONDS)
+    while not silence.is_too_long:
+        began = time.monotonic()
+        await asyncio.wait([answered], timeout=BEAT_SECONDS)
+        if answered.done():
+            return answered.result()
+        silence.wait(began, BEAT_SECONDS)
+    return False

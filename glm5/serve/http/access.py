@@ -14,16 +14,16 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from glm5.common.log import REQUEST_ID
 from glm5.serve.http.call import Call, begin
-from glm5.serve.http.errors import ApiError, draining, error_response
+from glm5.serve.http.errors import ApiError, draining, error_response, main_process_silent
 from glm5.serve.http.hosts import Hosts
 from glm5.serve.http.keys import ANYONE, KeyRing, Tenant
 from glm5.serve.http.limits import Admission
@@ -64,11 +64,12 @@ class Access:
         keys: KeyRing,
         hosts: Hosts,
         admission: Admission,
+        routes: Sequence[BaseRoute],
         state: ServerState,
         metrics: ServerMetrics,
     ):
         self.app, self.keys, self.hosts, self.admission = app, keys, hosts, admission
-        self.state, self.metrics = state, metrics
+        self.routes, self.state, self.metrics = routes, state, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,6 +113,8 @@ class Access:
     async def _admit(self, call: Call, scope: Scope) -> None:
         """Find the tenant and apply its limits. Raises ApiError to refuse the request."""
         call.tenant = self._tenant(scope["path"], Headers(scope=scope))
+        if self.state.is_main_silent:
+            raise main_process_silent()
         if self.state.is_draining:
             raise draining()
         scope.setdefault("state", {})["tenant"] = call.tenant
@@ -143,11 +146,16 @@ class Access:
             return tenant.role != "user" or self.keys.num_users == 1
         return tenant.role != "metrics"
 
+    def _route(self, scope: Scope) -> str:
+        """The path of the request's route, also if the request was refused before it came there."""
+        if (route := scope.get("route")) is None:
+            route = next((each for each in self.routes if each.matches(scope)[0] is Match.FULL), None)
+        return getattr(route, "path", "none")
+
     def _log(self, call: Call, scope: Scope, status: int | None, seconds: float, *, is_open: bool) -> None:
-        route: Any = scope.get("route")
         method = scope["method"] if scope["method"] in _METHODS else "other"
         kind = "left" if status is None else f"{status // 100}xx"
-        self.metrics.http.add(1, method, getattr(route, "path", "none"), kind)
+        self.metrics.http.add(1, method, self._route(scope), kind)
         level = logging.DEBUG if is_open or scope["path"] in _METRICS_PATHS else logging.INFO
         # The path stays percent-encoded: a decoded one may contain line feeds.
         path, fields = scope["raw_path"].decode("ascii", "replace"), {"tenant": call.tenant.name, "seconds": seconds}

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import re
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -108,15 +109,24 @@ def parse(kind: type[B], raw: bytes) -> B:
     try:
         text = raw.decode("utf-8-sig")
         content = json.loads(text, parse_constant=_refuse, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:
+        message = f"the body is not JSON: {error}"
+        if "sys.set_int_max_str_digits" in message:  # words for Python's programmers
+            message = f"the body has an integer of more than {sys.get_int_max_str_digits()} digits"
+        raise ApiError(400, message, code="invalid_json") from None
     if not isinstance(content, dict):
         raise ApiError(400, f"the body is a JSON {type(content).__name__}; expected an object", code="invalid_json")
     if _depth(content) > MAX_NESTING:
-        raise ApiError(400, f"the body is nested more than {MAX_NESTING} deep", code="invalid_json")
+        raise _too_deep()
     if _SURROGATE.search(text):
         _refuse_halves(content)
     return checked(kind, content)
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, f"the body is nested more than {MAX_NESTING} deep", code="invalid_json")
 
 
 def checked(kind: type[B], content: Mapping[str, Any], where: str = "") -> B:

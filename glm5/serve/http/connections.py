@@ -16,6 +16,7 @@ import errno
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -37,6 +38,7 @@ MAX_HEAD_BYTES = 32 * 2**10  # of a request line and headers, nginx' limit
 ACCEPTS_AT_ONCE = 8
 # Left for other open files, and for connections accepted before closed ones have freed theirs.
 SPARE_FILES = 48
+FEW_CONNECTIONS = 100  # fewer are worth a line at the start
 IDLE_SECONDS = 75
 BODY = "glm5.body"  # name of the extension of ASGI
 LINGER_SECONDS = 2.0  # before closing on a client that still sends; else it would not read the error response
@@ -92,6 +94,13 @@ class ConnectionLimiter:
             return
         self.max_connections = max(1, min(MAX_CONNECTIONS, open_files.limit() - others - SPARE_FILES))
         self._make_room(0)
+
+    def warn_of_few(self) -> None:
+        """Say so if there can be only few connections."""
+        if self.max_connections < FEW_CONNECTIONS:
+            most = "1 connection is" if self.max_connections == 1 else f"{self.max_connections} connections are"
+            text = f"only {most} possible at the same time, as this process may have {open_files.limit()} open files"
+            logger.warning("%s; raise the limit (ulimit -n), 4096 is enough for most servers", text)
 
     def enter(self, connection: "Connection") -> bool:
         """Add a connection, closing another if necessary. False if there is no room for it."""
@@ -318,12 +327,17 @@ class _StrictHttp(h11.Connection):
             if error.error_status_hint == 431:
                 self._refuse(431, f"a part of the head is longer than {MAX_HEAD_BYTES} bytes", "headers_too_large")
             else:
-                self._refuse(400, f"this is not a request in HTTP/1.1: {error}", "bad_http")
+                self._refuse(400, f"this is not a request in HTTP/1.1: {_words_of(error)}", "bad_http")
             return h11.NEED_DATA
         if isinstance(event, h11.Request) and (fault := _fault_of(event)):
             self._refuse(*fault)
             return h11.NEED_DATA
         return event
+
+
+def _words_of(error: h11.RemoteProtocolError) -> str:
+    """h11's message, without the bytes that some end with, as Python writes them."""
+    return re.split(r": (?:bytearray\()?b['\"]", str(error), maxsplit=1)[0]
 
 
 def _fault_of(request: h11.Request) -> tuple[int, str, str] | None:

@@ -4,6 +4,7 @@ OpenAI, SGLang    {"error": {"message", "type", "param", "code"}}
 Anthropic         {"type": "error", "error": {"type", "message", "param", "code"}, "request_id"}
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -20,6 +21,9 @@ from glm5.config.refusal import complaint
 
 ANTHROPIC_PATH = "/v1/messages"
 _MAX_MESSAGE, _MAX_PARAM = 800, 200  # characters: an error response does not repeat a long request
+# Messages are written for callers from Python too; whoever sends JSON reads JSON's words, except in quoted texts.
+_WORDS = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+"|\b(?:None|True|False)\b""")
+_JSON = {"None": "null", "True": "true", "False": "false"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -44,6 +48,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ):
+        message = _WORDS.sub(lambda found: _JSON.get(found[0], found[0]), message)
         super().__init__(message)
         self.status, self.code, self.retry_after = status, code, retry_after
         self.message = _shortened(message, _MAX_MESSAGE)
@@ -53,6 +58,12 @@ class ApiError(Exception):
 def draining() -> ApiError:
     """The refusal of new requests while the server drains."""
     return ApiError(503, "the server is shutting down and accepts no more requests", code="draining", retry_after=1)
+
+
+def main_process_silent() -> ApiError:
+    """The refusal of requests by a front end whose main process does not answer."""
+    message = "the server's main process does not answer: it was stopped or hangs; if it stays so, restart the server"
+    return ApiError(503, message, code="main_process_silent", retry_after=5)
 
 
 def _shortened(text: str, most: int) -> str:

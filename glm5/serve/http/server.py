@@ -9,6 +9,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import cast
@@ -98,8 +99,10 @@ class AppWhenReady:
         if self.app is not None:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            reason = self.state.not_serving or "it is being started"
-            error = ApiError(503, f"the model does not answer yet: {reason}", code="starting", retry_after=5)
+            message = "this process of the server has just been started; try again in a moment"
+            if (reason := self.state.not_serving) is not None:
+                message = f"the model does not answer yet: {reason}"
+            error = ApiError(503, message, code="starting", retry_after=5)
             await error_response(error, scope["path"])(scope, receive, send)
 
 
@@ -114,8 +117,9 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="glm5-server", daemon=True)
 
     @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
+    def ended_because(self) -> str | None:
+        """None while it serves."""
+        return None if self._thread.is_alive() else "its thread has failed; the lines above say why"
 
     def start(self) -> None:
         """Start the thread and wait until it listens. Raises RuntimeError if it cannot."""
@@ -123,6 +127,16 @@ class Server:
         self._server.settled.wait()
         if not self._server.started:
             raise RuntimeError("the server did not start; see its log for the reason")
+
+    async def end_listening(self) -> None:
+        """Accept no more connections; those that are open stay. On the event loop that serves."""
+        await self._server.end_listening()
+
+    def stop_listening(self) -> None:
+        """As `end_listening`, on any other thread."""
+        if self._thread.is_alive() and self._server.loop is not None:
+            ended = asyncio.run_coroutine_threadsafe(self.end_listening(), self._server.loop)
+            wait([ended], CLOSE_SECONDS)
 
     def begin_stop(self, seconds: float) -> None:
         """Accept no more connections and close the open ones. Running responses get so many seconds."""
@@ -178,15 +192,34 @@ class _Server(uvicorn.Server):
             )
         )
         self.settled = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._limiter = limiter
+        self._listeners: list[socket.socket] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._limiter.on_loop_error)
+        self.loop, self._listeners = asyncio.get_running_loop(), sockets or []
+        self.loop.set_exception_handler(self._limiter.on_loop_error)
         self._limiter.update_limit()
+        self._limiter.warn_of_few()
         await super().startup(sockets)
-        for listener in sockets or ():
+        for listener in self._listeners:
             listener.listen(_BACKLOG)
         self.settled.set()
+
+    async def end_listening(self) -> None:
+        """Close the listening sockets, and serve the connections that the kernel has queued for them: it would reset
+        them."""
+        loop = asyncio.get_running_loop()
+        for listener in self._listeners:
+            loop.remove_reader(listener)
+        await asyncio.sleep(0)  # asyncio drops connections that it has accepted and not yet set up
+        queued = [connection for listener in self._listeners for connection in _accept_all(listener)]
+        for server in self.servers:
+            server.close()
+        self._listeners = []
+        for connection in queued:
+            given = {"config": self.config, "server_state": self.server_state, "app_state": self.lifespan.state}
+            await loop.connect_accepted_socket(partial(self.config.http_protocol_class, **given), connection)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % 10 == 0:  # once a second
@@ -197,6 +230,15 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Does nothing: the main thread handles signals."""
         yield
+
+
+def _accept_all(listener: socket.socket) -> Iterator[socket.socket]:
+    """The connections that wait to be accepted."""
+    with suppress(OSError):  # none is left, or no file for one
+        while True:
+            connection, _ = listener.accept()
+            connection.setblocking(False)  # noqa: FBT003 - the standard library's
+            yield connection
 
 
 def _set_tcp(listener: socket.socket, name: str, value: int) -> None:

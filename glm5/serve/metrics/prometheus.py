@@ -5,8 +5,8 @@
     served.add(1, "200")
     page.text()
 
-Not thread-safe: used on the event loop's thread only. Where several processes answer requests, each has a page: its
-`totals` are sent to the process that is asked, which adds them (`merge`) to its own in `text`.
+Not thread-safe: used on the event loop's thread only. Where several processes answer requests, each has a page: their
+`totals` are added (`merge`), and `text` writes the sums.
 """
 
 import math
@@ -18,7 +18,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _Numbers = dict[tuple[str, ...], list[float]]
 Totals = dict[str, _Numbers]
 """By metric and label values, numbers that add up over processes: a counter's value, a histogram's counts and sum."""
-_NONE: _Numbers = {}
 
 
 class Metric:
@@ -38,10 +37,10 @@ class Metric:
     def totals(self) -> _Numbers:
         return {labels: [value] for labels, value in self._values.items()} if self._adds_up else {}
 
-    def lines(self, common: Mapping[str, str], more: _Numbers = _NONE) -> Iterator[str]:
-        for values in dict.fromkeys((*self._values, *more)) if self._adds_up else self._values:
-            value = self.value(*values) + (more[values][0] if self._adds_up and values in more else 0.0)
-            yield f"{self.name}{_labels(common, self.labels, values)} {_number(value)}"
+    def lines(self, common: Mapping[str, str], totals: _Numbers) -> Iterator[str]:
+        shown = {labels: value for labels, (value,) in totals.items()} if self._adds_up else self._values
+        for labels, value in shown.items():
+            yield f"{self.name}{_labels(common, self.labels, labels)} {_number(value)}"
 
 
 class Counter(Metric):
@@ -86,13 +85,13 @@ class Histogram:
     def totals(self) -> _Numbers:
         return {(): [*map(float, self._counts), self.sum]}
 
-    def lines(self, common: Mapping[str, str], more: _Numbers = _NONE) -> Iterator[str]:
+    def lines(self, common: Mapping[str, str], totals: _Numbers) -> Iterator[str]:
         total = 0
-        *others, other_sum = more.get((), [0.0] * (len(self._counts) + 1))
-        for bound, count, other in zip((*self.bounds, math.inf), self._counts, others, strict=True):
-            total += count + int(other)
+        *counts, sum_of_all = totals[()]
+        for bound, count in zip((*self.bounds, math.inf), counts, strict=True):
+            total += int(count)
             yield f"{self.name}_bucket{_labels(common, ('le',), (_number(bound),))} {total}"
-        yield f"{self.name}_sum{_labels(common, (), ())} {_number(self.sum + other_sum)}"
+        yield f"{self.name}_sum{_labels(common, (), ())} {_number(sum_of_all)}"
         yield f"{self.name}_count{_labels(common, (), ())} {total}"
 
 
@@ -122,12 +121,13 @@ class Page:
         """This process's part of what adds up over processes."""
         return {metric.name: totals for metric in self._metrics if (totals := metric.totals())}
 
-    def text(self, more: Totals | None = None) -> str:
-        """The page in Prometheus' text format. `more`: totals of other processes, which are added."""
+    def text(self, totals: Totals | None = None) -> str:
+        """The page in Prometheus' text format. `totals`: of all processes; by default of this one alone."""
         lines: list[str] = []
+        totals = self.totals() if totals is None else totals
         for metric in self._metrics:
             lines += [f"# HELP {metric.name} {metric.about}", f"# TYPE {metric.name} {metric.kind}"]
-            lines += metric.lines(self._labels, (more or {}).get(metric.name, {}))
+            lines += metric.lines(self._labels, totals.get(metric.name, {}))
         return "\n".join(lines) + "\n"
 
 

@@ -196,6 +196,7 @@ class RequestMetrics:
         metrics.prompt_tokens.add(num_prompt)
         metrics.prompt_lengths.observe(num_prompt)
         metrics.tenant_tokens.add(num_prompt, key, "prompt")
+        metrics.tenant_tokens.add(0, key, "generation")
 
     @property
     def num_generated(self) -> int:
@@ -217,6 +218,7 @@ class RequestMetrics:
                 answer.last = now
             answer.num_tokens += count
             metrics.generated.add(count)
+            metrics.tenant_tokens.add(count, self.key, "generation")
         if delta.finish_reason is not None:
             self._end_answer(answer, delta.finish_reason)
 
@@ -245,6 +247,5 @@ class RequestMetrics:
         metrics, num_tokens = self.metrics, answer.num_tokens
         metrics.finished.add(1, reason)
         metrics.answer_lengths.observe(num_tokens)
-        metrics.tenant_tokens.add(num_tokens, self.key, "generation")
         if num_tokens > 1 and answer.began is not None:
             metrics.per_token.observe((answer.last - answer.began) / (num_tokens - 1))

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from glm5.common.errors import GlmError
 from glm5.engine.sampling.params import SamplingParams
-from glm5.serve.http.errors import ApiError, draining
+from glm5.serve.http.errors import ApiError, draining, main_process_silent
 from glm5.serve.service.service import Engine, Service, get_service
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ _SALT = "health"  # no tenant has this cache salt: theirs are empty or contain "
 
 def check_health(service: Service) -> None:
     """Raises ApiError 503 while the model cannot answer."""
+    if service.state.is_main_silent:
+        raise main_process_silent()
     if (reason := service.state.not_serving) is not None:
         raise ApiError(503, f"the engine is not running: {reason}", code="engine_stopped", retry_after=5)
     if (reason := service.engine.stopped_because) is not None:

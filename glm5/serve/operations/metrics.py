@@ -17,15 +17,14 @@ async def metrics(service: Service = Depends(get_service)) -> Response:
         stats = await server_metrics.read_engine(service.engine)  # None if it does not answer in time
     except GlmError:
         has_engine = False
-    totals, num_active = server_metrics.page.totals(), service.state.num_active
-    elsewhere = await service.shared.figures_elsewhere(totals, num_active, stats)
-    # Not older ones than another process has shown, so that counters do not go back.
-    if stats is None and elsewhere.stats is not None:
-        server_metrics.set_engine_stats(elsewhere.stats)
+    # Only what is kept for the whole server is shown, so that counters do not go back when this process is killed.
+    figures = await service.shared.figures(server_metrics.page.totals(), service.state.num_active, stats)
+    if stats is None and figures.stats is not None:  # not older ones than another process has shown
+        server_metrics.set_engine_stats(figures.stats)
     if not has_engine:
         for gauge in (server_metrics.running, server_metrics.waiting, server_metrics.kv_usage):
             gauge.set(0)
     server_metrics.up.set(service.state.not_serving is None and service.engine.stopped_because is None)
     server_metrics.restarts.set_total(service.state.num_restarts)
-    server_metrics.in_flight.set(num_active + elsewhere.num_active)
-    return Response(server_metrics.page.text(elsewhere.totals), media_type=CONTENT_TYPE)
+    server_metrics.in_flight.set(figures.num_active)
+    return Response(server_metrics.page.text(figures.totals), media_type=CONTENT_TYPE)

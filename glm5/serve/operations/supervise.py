@@ -50,8 +50,9 @@ class Front(Protocol):
     @property
     def url(self) -> str: ...
     @property
-    def is_running(self) -> bool: ...
+    def ended_because(self) -> str | None: ...
     def start(self) -> None: ...
+    def stop_listening(self) -> None: ...
     def stop(self, seconds: float = ..., is_urgent: Callable[[], bool] = ...) -> None: ...
 
 
@@ -81,8 +82,9 @@ class ServerSetup:
 
 
 def run(setup: ServerSetup, listener: socket.socket) -> None:
-    """Serve until a signal arrives. Raises EngineDead when the engine has died and is not restarted, whatever the first
-    `start` raises, and KeyboardInterrupt for Ctrl-C before the first engine runs."""
+    """Serve until a signal arrives. Raises EngineDead when the engine has died and is not restarted, GlmError when what
+    answers HTTP has ended, whatever the first `start` raises, and KeyboardInterrupt for Ctrl-C before the first engine
+    runs."""
     setup.state.change(not_serving="it is being loaded")
     app = AppWhenReady(setup.state)
     server = setup.front or Server(app, listener, setup.client_timeout)
@@ -175,8 +177,8 @@ class _EngineSupervisor:
                 return reason
             if is_signalled:
                 return None
-            if not self.server.is_running:
-                raise RuntimeError("the server has ended; see its log for the reason")
+            if (reason := self.server.ended_because) is not None:
+                raise GlmError(f"the server has ended: {reason}")
 
     def restart(self, reason: str) -> bool:
         """Restart a dead engine under `supervise`. False when a signal has arrived. Raises EngineDead."""
@@ -213,9 +215,10 @@ def _end(setup: ServerSetup, server: Front, engine: Killable | None, signals: _S
     """Shut down: drain if SIGTERM requested it, close the engine, then stop the server."""
     state, left = setup.state, CLOSE_SECONDS
     state.change(is_draining=True)
+    if engine is not None and signals.level == DRAIN:
+        left = _drain(setup, engine, signals)
+    server.stop_listening()  # before the engine is closed: until then who has connected is answered
     if engine is not None:
-        if signals.level == DRAIN:
-            left = _drain(setup, engine, signals)
         # Requests that end from now on were ended by this shutdown.
         state.change(is_closing=engine.stopped_because is None)
         _close(engine, signals)

@@ -12,8 +12,8 @@ from glm5.serve.service.response_store import Item, ResponseStore, Stored
 Stats = dict[str, Any]  # of the engine
 
 
-class Elsewhere(NamedTuple):
-    """Figures of the other processes of a server: totals of metrics, with those of processes that have ended; running
+class ServerFigures(NamedTuple):
+    """Figures of all processes of a server: totals of metrics, with those of processes that have ended; running
     requests; the last statistics of the engine that any process got."""
 
     totals: Totals
@@ -52,8 +52,8 @@ class Shared(Protocol):
 
     async def name_weights_elsewhere(self, version: int, name: str | None) -> None: ...
 
-    async def figures_elsewhere(self, totals: Totals, num_active: int, stats: Stats | None) -> Elsewhere:
-        """The figures of the other processes. It takes this process's own; `stats` None: the engine is slow."""
+    async def figures(self, totals: Totals, num_active: int, stats: Stats | None) -> ServerFigures:
+        """The figures of the whole server. It takes this process's own; `stats` None: the engine is slow."""
         ...
 
 
@@ -88,5 +88,5 @@ class OneProcess:
     async def name_weights_elsewhere(self, version: int, name: str | None) -> None:
         pass
 
-    async def figures_elsewhere(self, totals: Totals, num_active: int, stats: Stats | None) -> Elsewhere:
-        return Elsewhere({}, 0, stats)
+    async def figures(self, totals: Totals, num_active: int, stats: Stats | None) -> ServerFigures:
+        return ServerFigures(totals, num_active, stats)

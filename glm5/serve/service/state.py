@@ -12,13 +12,15 @@ from typing import Any
 class ServerState:
     """`not_serving`: why the model does not answer although the server listens; None while it does.
     `is_closing`: the engine is being closed on purpose, which aborts running requests. `num_restarts`: of dead
-    engines. `on_change` is called after `change`."""
+    engines. `is_main_silent`: this is a front end, and the main process does not answer. `on_change` is called after
+    `change`."""
 
     def __init__(self, not_serving: str | None = None) -> None:
         self.not_serving = not_serving
         self.is_draining = False
         self.is_closing = False
         self.num_restarts = 0
+        self.is_main_silent = False
         self.num_active = 0
         self.on_change: Callable[[], None] | None = None
         self._changed = threading.Condition()

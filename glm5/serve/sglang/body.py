@@ -186,7 +186,7 @@ class GenerateBody(Body):
         if is_one:
             return [given], False
         if not good:
-            allowed = "a text, or a list of texts" if name == "text" else "token ids, or a list of lists of them"
+            allowed = "a text, or a list of texts" if name == "text" else "a list of integers, or a list of such lists"
             raise RequestError(f"{name} is {given!r:.80}; allowed: {allowed}", name)
         if len(given) > MAX_PROMPTS:
             raise RequestError(f"{name} is a list of {len(given)}; allowed: up to {MAX_PROMPTS}", name)
@@ -247,7 +247,7 @@ class AbortBody(Body):
 
     meaningless: ClassVar[frozenset[str]] = frozenset({"abort_message", "finished_reason"})
 
-    rid: Annotated[str, Field(max_length=256)] = ""
+    rid: Annotated[str, Field(max_length=256)] | None = None
     abort_all: bool = False
 
 

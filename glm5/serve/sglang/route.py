@@ -53,7 +53,8 @@ async def abort_request(
 ) -> dict[str, Any]:
     """Abort requests of this API key, sent through any API: one by its id, or all. They return their output so far."""
     if not body.rid and not body.abort_all:
-        raise RequestError("rid is missing; allowed: the id of a request, or abort_all true", "rid")
+        got = "missing" if body.rid is None else "empty"
+        raise RequestError(f"rid is {got}; allowed: the id of a request, or abort_all true", "rid")
     num_ended = await service.abort(caller().name, None if body.abort_all else body.rid)
     return {"success": True, "message": f"{num_ended} requests are aborted", "num_ended": num_ended}
 

@@ -63,7 +63,7 @@ class GenerateBody(StreamFields):
         self.check_stream_options()
         ids = self.token_ids
         if not ids or not set(map(type, ids)) <= {int}:
-            raise RequestError(f"token_ids is {ids!r:.80}; allowed: at least one token id", "token_ids")
+            raise RequestError(f"token_ids is {ids!r:.80}; allowed: a list of integers, at least one", "token_ids")
 
     def sampling(self) -> "Sampling":
         """The sampling parameters. Raises RequestError."""

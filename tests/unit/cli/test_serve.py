@@ -9,6 +9,8 @@ import httpx
 import pytest
 
 from glm5.cli.main import main
+from glm5.cli.serve import own_rows
+from glm5.config.serve import ServeConfig
 
 SECONDS = 60  # an upper limit for what takes a few
 ALL = "so that every request can take part in every step"
@@ -62,6 +64,21 @@ def test_ctrl_c_ends_running_answers(checkpoint):
         assert rest[-1] == "data: [DONE]"
         assert process.wait(SECONDS) == 0
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "what"),
+    [("tcp://*:5557", "listens at"), ("tcp://127.0.0.1:5557", "connects to a subscriber that listens at")],
+)
+def test_the_start_table_says_where_events_go_and_how_many_processes_answer(endpoint, what):
+    events = {"enable_kv_cache_events": True, "endpoint": endpoint}
+    settings = ServeConfig(model="m", api_server_count=3, kv_events_config=events)
+    assert own_rows(settings) == {
+        "name": "m",
+        "front ends": "3 processes answer HTTP",
+        "kv events": f"the engine {what} {endpoint}",
+    }
+    assert own_rows(ServeConfig(model="m", served_model_name=("a", "b"))) == {"name": "a, b"}
 
 
 @pytest.mark.parametrize(

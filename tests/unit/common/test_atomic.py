@@ -1,14 +1,16 @@
 """Files and folders appear whole or not at all, and nothing is left behind."""
 
+import errno
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 
 import pytest
 
-from glm5.common.atomic import atomic_dir, atomic_write, clear_leftovers
+from glm5.common.atomic import atomic_dir, atomic_write, atomic_write_json, clear_leftovers
 
 
 def test_file_appears_with_its_content_only_at_the_end(tmp_path):
@@ -37,6 +39,60 @@ def test_failed_file_leaves_the_old_one(tmp_path, error):
         raise error
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
+    for name, to in {"a": "folder/b", "folder/b": "c"}.items():  # the last does not exist
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(to)
+    for text in ("first", "second"):
+        with atomic_write(tmp_path / "a") as file:
+            file.write(text)
+        assert (tmp_path / "a").is_symlink()
+        assert (tmp_path / "folder/b").is_symlink()
+        assert (tmp_path / "folder/c").read_text() == text
+    assert sorted(os.listdir(tmp_path / "folder")) == ["b", "c"]
+    (tmp_path / "x").symlink_to("x")
+    with pytest.raises(OSError, match="symbolic links"), atomic_write(tmp_path / "x"):
+        pass
+
+
+def test_a_pipe_is_written_to(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    for name in ("pipe", "link"):
+        atomic_write_json(tmp_path / name, {"a": 1})
+        assert os.read(reader, 99) == b'{\n "a": 1\n}\n'
+    os.close(reader)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "file"])
+def test_an_open_descriptor_is_written_to(tmp_path, kind):
+    (tmp_path / "file").write_text("before\n")
+    first, second = socket.socketpair()
+    file = (tmp_path / "file").open("r+b", buffering=0)
+    file.seek(0, os.SEEK_END)
+    ours, theirs = {"pipe": os.pipe(), "socket": (first.fileno(), second.fileno()), "file": (0, file.fileno())}[kind]
+    (tmp_path / "stdout").symlink_to(f"/dev/fd/{theirs}")
+    for name in (f"/dev/fd/{theirs}", tmp_path / "stdout"):
+        with atomic_write(name) as handle:
+            handle.write("ä")
+    content = (tmp_path / "file").read_bytes() if kind == "file" else os.read(ours, 99)
+    assert content == ("before\n" * (kind == "file") + "ää").encode()
+    assert sorted(os.listdir(tmp_path)) == ["file", "stdout"]
+    if kind == "pipe":
+        os.close(ours)
+        os.close(theirs)
+    for each in (first, second, file):
+        each.close()
+
+
+def test_a_full_disk_is_told_of_with_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: .*/a\.json'"), atomic_write(tmp_path / "a.json"):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_unknown_mode_is_refused(tmp_path):

@@ -1,10 +1,21 @@
 """The tree of errors, and optional packages that are missing or broken."""
 
+import errno
 import sys
 
 import pytest
 
-from glm5.common.errors import CheckpointError, ConfigError, GlmError, MissingExtra, RequestError, UsageError
+from glm5.common import open_files
+from glm5.common.errors import (
+    CheckpointError,
+    ConfigError,
+    GlmError,
+    MissingExtra,
+    RequestError,
+    UsageError,
+    advice_on_files,
+    reason_of,
+)
 from glm5.common.extras import require
 
 
@@ -36,3 +47,12 @@ def test_broken_package_keeps_its_own_error(tmp_path, monkeypatch):
         require("broken_package", "serve")
     assert not isinstance(caught.value, MissingExtra)
     assert caught.value.name == "surely_not_there"
+
+
+def test_too_many_open_files_are_told_of_with_limit_and_remedy(monkeypatch):
+    monkeypatch.setattr(open_files, "limit", lambda: 20)
+    error = OSError(errno.EMFILE, "Too many open files")
+    advice = "; raise the limit of open files (ulimit -n) to 256 or more; it is 20"
+    assert advice_on_files(error) == advice
+    assert reason_of(error).endswith(f"Too many open files{advice}")
+    assert advice_on_files(OSError(errno.ENOENT, "x")) == advice_on_files(ValueError()) == ""

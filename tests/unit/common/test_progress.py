@@ -5,12 +5,21 @@ import io
 import pytest
 
 from glm5.common import progress as module
+from glm5.common.console import out, tell
 from glm5.common.progress import Progress
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+class Unwritable(io.StringIO):
+    num_failed = 0
+
+    def write(self, _: str) -> int:
+        self.num_failed += 1
+        raise BrokenPipeError
 
 
 def test_log_gets_plain_lines_with_rate_and_figures(monkeypatch):
@@ -34,6 +43,17 @@ def test_short_work_is_one_line():
             progress.update(1)
     assert log.getvalue().startswith("train: 3/3 step, ")
     assert log.getvalue().count("\n") == 1
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(monkeypatch):
+    log = Unwritable()
+    with Progress(total=3, unit="step", desc="train", stream=log) as progress:
+        progress.update(3)
+    monkeypatch.setattr("sys.stdout", log)
+    tell("listening")
+    assert log.num_failed == 2
+    with pytest.raises(BrokenPipeError):
+        out("a result")
 
 
 def test_unknown_total():

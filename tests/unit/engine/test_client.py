@@ -269,7 +269,7 @@ class TestRefusals:
         ([1], {"logit_bias": {320: 1.0}}, "logit_bias holds 320; allowed: token ids below the vocab", "logit_bias"),
         ([1] * 1024, {}, "the prompt has 1024 tokens, the context is 1024", "prompt"),
         ([], {}, "the prompt is empty", "prompt"),
-        ([320], {}, "the prompt holds token ids 320 to 320; allowed: 0 to 319", "prompt"),
+        ([320], {}, "the prompt holds the token id 320; allowed: 0 to 319", "prompt"),
     ]
 
     @pytest.mark.parametrize(("prompt", "changes", "message", "param"), BAD)

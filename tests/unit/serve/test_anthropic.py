@@ -365,7 +365,7 @@ BAD = [
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing", "tool_choice.name"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type is 'web_search_20250305'",
      "tools[0].type"),
-    ({"tools": [{"name": "f"}]}, "tools[0].input_schema is None; allowed: a JSON schema", "tools[0].input_schema"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema is null; allowed: a JSON schema", "tools[0].input_schema"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported by this server: leave it out; allowed: []", "mcp_servers"),
     ({"speed": "fast"}, 'speed is not supported by this server: leave it out; allowed: "standard"', "speed"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0] is ",

@@ -77,7 +77,7 @@ BAD = [
     ({"prompt": {}}, "prompt is {}; allowed: ", "prompt"),
     ({"prompt": [1, "a"]}, "prompt is [1, 'a']; allowed: ", "prompt"),
     ({"prompt": [[]]}, "prompt is [[]]; allowed: ", "prompt"),
-    ({"prompt": [True]}, "prompt is [True]; allowed: ", "prompt"),
+    ({"prompt": [True]}, "prompt is [true]; allowed: ", "prompt"),
     ({"prompt": ["x"] * 1025}, "prompt is a list of 1025; allowed: up to 1024", "prompt"),
     ({"max_tokens": -1}, "max_tokens is -1; allowed: at least 0", "max_tokens"),
     ({"best_of": 2}, "best_of is 2; allowed: n (1)", "best_of"),

@@ -361,6 +361,19 @@ def test_there_may_be_as_many_as_files_may_be_open(monkeypatch):
     assert run(main) == [(200 - 20 - SPARE_FILES, 0), (1, 1), (connections.MAX_CONNECTIONS, 1)]
 
 
+def test_few_connections_are_told_of_at_the_start(monkeypatch, caplog):
+    monkeypatch.setattr(open_files, "num_open", lambda: 20)
+    limiter = ConnectionLimiter(60)
+    for limit in (64, 100, 4096):
+        monkeypatch.setattr(open_files, "limit", lambda limit=limit: limit)
+        limiter.update_limit()
+        limiter.warn_of_few()
+    assert [line.partition("; raise the limit (ulimit -n)")[0] for line in caplog.messages] == [
+        "only 1 connection is possible at the same time, as this process may have 64 open files",
+        "only 32 connections are possible at the same time, as this process may have 100 open files",
+    ]
+
+
 def test_open_files_are_counted():
     before = open_files.num_open()
     with socket.socket(), socket.socket():
@@ -408,6 +421,7 @@ def test_nothing_that_a_client_sent_is_logged(caplog):
     async def main():
         wire = open_one(ConnectionLimiter(60))
         wire.protocol.data_received(b"GET / HTTP/1.1\r\nAuthorization : Bearer a-secret\r\n\r\n")
+        assert b'HTTP/1.1: illegal header line"' in wire.sent
         return wire.status
 
     assert run(main) == 400

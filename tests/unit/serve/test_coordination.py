@@ -9,15 +9,16 @@ import pytest
 
 from glm5.engine.transport.heartbeat import Silence
 from glm5.serve.coordination.coordinator import Coordinator, Member
-from glm5.serve.coordination.messages import Abort, Figures, NameWeights, Report, ToFrontEnd, ToMain
+from glm5.serve.coordination.messages import Abort, Heartbeat, NameWeights, Report, ToFrontEnd, ToMain
 from glm5.serve.coordination.peer import Peer
-from glm5.serve.coordination.remote import Remote
+from glm5.serve.coordination.remote import Remote, beat
 from glm5.serve.http.call import Call
 from glm5.serve.http.errors import ApiError
 from glm5.serve.http.keys import Tenant
 from glm5.serve.http.limits import Limits
 from glm5.serve.metrics.prometheus import Page, merge
 from glm5.serve.service.response_store import MAX_BYTES, Stored
+from glm5.serve.service.state import ServerState
 
 SECONDS = 20  # an upper limit for what takes a moment
 
@@ -49,11 +50,16 @@ class FrontEnd:
         await self.watching
         await self.running
 
+    def beat(self):
+        self.peer.send(Heartbeat(self.page.totals(), self.num_active))
+
     def handle(self, message):
         self.told.append(message)
         match message:
             case Report():
-                return asyncio.Event().wait() if self.is_silent else Figures(self.page.totals(), self.num_active)
+                if self.is_silent:
+                    return asyncio.Event().wait()
+                self.beat()
             case Abort():
                 return 2
         return None
@@ -252,9 +258,9 @@ def test_metrics_are_summed_and_never_go_back(monkeypatch):
         async with front_ends(num=3) as (_, a, b, c):
 
             async def page(of):
-                figures = await of.remote.figures_elsewhere(of.page.totals(), of.num_active, stats.pop(of, None))
+                figures = await of.remote.figures(of.page.totals(), of.num_active, stats.pop(of, None))
                 assert figures.stats == last_stats
-                return of.page.text(figures.totals), figures.num_active + of.num_active
+                return of.page.text(figures.totals), figures.num_active
 
             stats = {a: {"steps": 1}}
             last_stats = {"steps": 1}
@@ -288,32 +294,91 @@ def test_metrics_are_summed_and_never_go_back(monkeypatch):
     asyncio.run(main())
 
 
+def test_all_that_a_scrape_has_shown_is_kept_when_every_front_end_dies_at_once():
+    """Also what the one that answers has counted while it waited for the figures of the others."""
+
+    async def main():
+        async with front_ends() as (coordinator, a, b):
+            a.served.add(1, "200")
+            b.served.add(2, "200")
+            asking = asyncio.ensure_future(a.remote.figures(a.page.totals(), 0, None))
+            await asyncio.sleep(0)  # it is sent
+            a.served.add(5, "200")
+            shown = a.page.text((await asking).totals)
+            assert 'served_total{code="200"} 3' in shown.splitlines()
+            b.served.add(4, "404")
+            b.beat()  # one second before its end, say
+            await a.remote.find("t", "x")
+            for each in (a, b):
+                await each.die()
+            c = FrontEnd(coordinator, 3)
+            await c.connect()
+            after = c.page.text((await c.remote.figures(c.page.totals(), 0, None)).totals).splitlines()
+            assert {'served_total{code="200"} 3', 'served_total{code="404"} 4'} <= {*after}
+            await c.die()
+
+    asyncio.run(main())
+
+
 def test_what_is_told_by_one_process_is_not_summed():
     page = Page({})
     gauge, counter, own = page.gauge("g", "G."), page.counter("c", "C."), page.counter("d", "D.", "x")
     gauge.set(5)
     counter.set_total(7)
     own.add(1, "a")
-    other = {"g": {(): [1.0]}, "c": {(): [9.0]}, "d": {("b",): [2.0]}}
+    totals = {"g": {(): [1.0]}, "c": {(): [9.0]}, "d": {("b",): [2.0]}}
     assert page.totals() == {"d": {("a",): [1.0]}}
-    lines = [line for line in page.text(other).splitlines() if not line.startswith("#")]
-    assert lines == ["g 5", "c 7", 'd{x="a"} 1', 'd{x="b"} 2']
-    merge(other, {"d": {("b",): [1.0], ("c",): [4.0]}})
-    assert other["d"] == {("b",): [3.0], ("c",): [4.0]}
+    merge(totals, page.totals())
+    lines = [line for line in page.text(totals).splitlines() if not line.startswith("#")]
+    assert lines == ["g 5", "c 7", 'd{x="b"} 2', 'd{x="a"} 1']
+    merge(totals, {"d": {("b",): [1.0], ("c",): [4.0]}})
+    assert totals["d"] == {("b",): [3.0], ("a",): [1.0], ("c",): [4.0]}
+
+
+def test_a_main_process_that_hangs_is_told_of_within_a_bounded_time(monkeypatch, caplog):
+    monkeypatch.setattr("glm5.serve.coordination.remote.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("glm5.serve.coordination.remote.SILENT_SECONDS", 0.05)
+
+    async def main():
+        async with front_ends() as (coordinator, a, _):
+            state, may_answer, handle = ServerState(), asyncio.Event(), coordinator.handle
+
+            async def late(member, message):
+                await may_answer.wait()
+                return handle(member, message)
+
+            monkeypatch.setattr(coordinator, "handle", late)
+            beating = asyncio.ensure_future(beat(a.peer, state, lambda: Heartbeat({}, 3)))
+            call = Call("1", Tenant("t"))
+            with pytest.raises(ApiError) as caught:  # a request that came before
+                await a.remote.enter(call)
+            assert caught.value.code == "main_process_silent"
+            assert state.is_main_silent
+            a.remote.leave(call)
+            may_answer.set()
+            async with asyncio.timeout(SECONDS):
+                while state.is_main_silent:
+                    await asyncio.sleep(0)
+            assert a.member.heartbeat.num_active == 3
+            assert coordinator.limits.num_places == 0
+            beating.cancel()
+
+    asyncio.run(main())
+    assert [line.rpartition(" process ")[2] for line in caplog.messages] == ["does not answer", "answers again"]
 
 
 def test_calls_of_a_peer_that_has_gone_fail():
     async def main():
         async with front_ends() as (_, a, b):
             b.is_silent = True
-            asking = asyncio.ensure_future(b.member.peer.call(Report(), Figures))
+            asking = asyncio.ensure_future(b.member.peer.call(Report(), None))
             await asyncio.sleep(0)
             await b.die()
             with pytest.raises(ConnectionError):
                 await asking
             with pytest.raises(ConnectionError):
                 await b.remote.find("t", "x")
-            assert await b.member.ask(Report(), Figures) is None
+            assert await b.member.ask(Report(), None) is None
             # A bug on the other side is an error, not silence.
             with pytest.raises(ApiError, match="KeyError") as caught:
                 await a.remote.grow(Call("1", places=1, number=99), 2)

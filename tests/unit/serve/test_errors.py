@@ -61,7 +61,7 @@ BAD = [
     ({"max_tokens": 5, "min_tokens": 6}, "min_tokens is 6; allowed: 0 to max_tokens (5)", "min_tokens"),
     ({"n": 2, "temperature": 0}, "n is 2; allowed: 1 with temperature 0", "n"),
     ({"n": 0}, "n is 0; allowed: 1 to 128", "n"),
-    ({"n": True}, "n is True; allowed: an integer", "n"),
+    ({"n": True}, "n is true; allowed: an integer", "n"),
     ({"logprobs": 3}, "logprobs is 3; allowed: true or false", "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs is 3; allowed: only with logprobs true", "top_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs is -1; allowed: ", "prompt_logprobs"),
@@ -106,6 +106,11 @@ BAD = [
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name ",
      "tools[0].function.name"),
     ({"tools": [UNENFORCED]}, "/uniqueItems cannot be enforced", "tools"),
+    ({"top_k": True}, "top_k is true; allowed: ", "top_k"),
+    ({"stop": [None]}, "stop is [null]; allowed: ", "stop"),
+    ({"stop": [None, "None"]}, "stop is [null, 'None']; allowed: ", "stop"),
+    ({"request_id": "a b"}, "request_id is 'a b'; allowed: 1 to 128 visible ASCII characters, so no", "request_id"),
+    ({"request_id": "a" * 129}, "allowed: 1 to 128 visible ASCII characters, so no spaces", "request_id"),
     ({"stream": "yes"}, "stream is 'yes'; allowed: ", "stream"),
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage is 1; allowed: ",
      "stream_options.include_usage"),
@@ -164,9 +169,10 @@ JSON = {"content-type": "application/json"}
 @pytest.mark.parametrize(
     ("content", "message"),
     [(b"{", "the body is not JSON"), (b"[1]", "expected an object"), (b"\xff", "the body is not JSON"),
-     (b"[" * 100_000, "the body is not JSON"), (b'{"a": NaN}', "NaN is not JSON"),
+     (b"[" * 100_000, "the body is nested more than 128 deep"), (b'{"a": NaN}', "NaN is not JSON"),
+     (b'{"a": %b}' % (b"9" * 5000), "the body has an integer of more than 4300 digits"),
      (b'{"a":' * 129 + b"1" + b"}" * 129, "the body is nested more than 128 deep")],
-    ids=["cut off", "a list", "not UTF-8", "far too deep", "no number", "too deep"],
+    ids=["cut off", "a list", "not UTF-8", "far too deep", "no number", "a long number", "too deep"],
 )  # fmt: skip
 def test_bodies_that_are_no_object(http, content, message):
     answer = http.post("/v1/chat/completions", content=content, headers=JSON)

@@ -19,18 +19,20 @@ import httpx
 import pytest
 
 from glm5.checkpoint.init import write_random
+from glm5.common.errors import GlmError
 from glm5.config.presets import preset
 from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.engine.transport.failure import is_stopped
+from glm5.serve.coordination import front_ends
 from glm5.serve.coordination.front_ends import SILENT_SECONDS, FrontEnds
 from glm5.serve.http.server import bind
 from glm5.serve.operations import supervise
 from glm5.serve.operations.supervise import ServerSetup
 from glm5.serve.service.state import ServerState
 from tests.support.cores import scripted_start
-from tests.support.serving import bearer, key
+from tests.support.serving import bearer, key, scripted
 
 SECONDS = 60  # an upper limit for what takes a moment
 ALICE, BOB, EVE, BOSS, GRAFANA = map(bearer, ("alice", "bob", "eve", "boss", "grafana"))
@@ -264,6 +266,30 @@ def sigterm_lets_both_finish(cluster, pool):
     assert code_of(d.get("/v1/models")) == (503, "draining")
     asyncio.run(cluster.engine.resume())
     assert [each.result(SECONDS).json()["output_ids"] for each in running] == [list(range(6, 46))] * 2
+
+
+@pytest.mark.parametrize("num_settled", [0, 3])
+def test_front_ends_that_end_early_again_and_again_end_the_server(monkeypatch, caplog, num_settled):
+    ends = iter(range(100))
+
+    async def run_one(_):
+        number = next(ends)
+        monkeypatch.setattr(front_ends, "SETTLED_SECONDS", -1 if number < num_settled else SECONDS)
+        return 4700 + number, -signal.SIGKILL
+
+    monkeypatch.setattr(FrontEnds, "_run_one", run_one)
+    monkeypatch.setattr(front_ends, "PAUSE_SECONDS", 0)
+    with bind("127.0.0.1", 0) as listener:
+        front, engine = FrontEnds(1, ServeConfig(model="m"), [], ServerState(), listener), scripted()
+        none = dict.fromkeys(("make_app", "replace", "report"), lambda _: None)
+        setup = ServerSetup(lambda: None, lambda: engine, **none, state=front.state, front=front)
+        with pytest.raises(GlmError) as caught:
+            supervise.run(setup, listener)
+    last = f"; the last was process {4704 + num_settled} (killed by SIGKILL)"
+    assert str(caught.value).startswith("the server has ended: 5 front ends in a row, each in the place of the one bef")
+    assert str(caught.value).endswith(last)
+    assert len(caplog.messages) == 4 + num_settled
+    assert all(line.endswith("(killed by SIGKILL); another one is started") for line in caplog.messages)
 
 
 def test_two_front_ends(tmp_path, monkeypatch, caplog, collector):

@@ -40,7 +40,10 @@ def test_health_and_readiness_follow_engine_and_state():
         state.is_draining = True
         assert http.get("/health").status_code == 200
         assert error_of(http.get("/ready")) == (503, "draining")
-        state.is_draining = False
+        state.is_draining, state.is_main_silent = False, True
+        for path in ("/health", "/ready", "/health_generate", "/v1/models"):
+            assert error_of(http.get(path)) == (503, "main_process_silent")
+        state.is_main_silent = False
         engine.stopped_because = "its process was killed"
         for path in ("/health", "/ready", "/health_generate"):
             answer = http.get(path)

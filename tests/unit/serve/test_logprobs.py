@@ -297,7 +297,7 @@ def test_as_many_as_the_engine_allows_and_no_more():
             answer = http.post(path, json=body(101))
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, param)
-            assert "is 101; allowed: None, or 0 to 100 (max_logprobs of the engine)" in error["message"]
+            assert "is 101; allowed: null, or 0 to 100 (max_logprobs of the engine)" in error["message"]
 
 
 def test_no_more_than_there_are_tokens():

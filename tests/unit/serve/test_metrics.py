@@ -108,7 +108,10 @@ def test_tokens_are_booked_on_the_key_that_asked():
         for name, times in (("alice", 1), ("bob", 2)):
             for _ in range(times):
                 assert http.post(CHAT, json=ASK, headers=bearer(name)).status_code == 200
+        assert http.post(CHAT, json=ASK).status_code == 401
         page = http.get("/metrics", headers=bearer("boss")).text
+    # A refused request counts for its route too.
+    assert values(page, "http_requests_total")[f'method="POST",handler="{CHAT}",status="4xx"'] == 1
     num_tokens = len(engine.tokenizer.encode(engine.script))
     booked = values(page, "glm5:key_tokens_total")
     assert booked['key="alice",kind="generation"'] == num_tokens
@@ -135,7 +138,7 @@ def metrics():
 
 def buckets(metrics, histogram) -> list[float]:
     """Upper bounds of the buckets that the observations fell into."""
-    lines = [line.rsplit(" ", 1) for line in histogram.lines({}) if "_bucket" in line]
+    lines = [line.rsplit(" ", 1) for line in histogram.lines({}, histogram.totals()) if "_bucket" in line]
     counts = [int(count) for _, count in lines]
     grown = [count - before for count, before in zip(counts, [0, *counts], strict=False)]
     bounds = [float(line.split('le="')[1].split('"')[0]) for line, _ in lines]
@@ -162,8 +165,11 @@ def test_times_of_one_request(metrics, monkeypatch):
 
 
 def test_a_request_that_is_left(metrics):
-    measured = RequestMetrics(metrics, "", 10, 3)
+    measured = RequestMetrics(metrics, "alice", 10, 3)
     measured.add(Delta((1,), (), "stop", arrived=1e9))
+    measured.add(Delta((2, 3), (), index=1, arrived=1e9))
+    assert metrics.tenant_tokens.value("alice", "generation") == 3  # while it runs: this process may be killed
     measured.ended("abort")
     assert [metrics.finished.value(reason) for reason in ("stop", "length", "abort")] == [1, 0, 2]
     assert metrics.answer_lengths.count == 3
+    assert metrics.tenant_tokens.value("alice", "generation") == 3

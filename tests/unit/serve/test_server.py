@@ -4,16 +4,19 @@ import asyncio
 import re
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
+from starlette.responses import JSONResponse
 
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
-from glm5.serve.http.server import bind, is_everywhere, url_of
+from glm5.serve.http.server import Server, bind, is_everywhere, url_of
 from tests.support.models import random_model
 from tests.support.tokenizers import tiny_tokenizer
 from tests.unit.serve.conftest import run_app
@@ -107,6 +110,29 @@ def test_health_follows_the_engine():
         assert answer.status_code == 503
         assert "ZeroDivisionError" in answer.json()["error"]["message"]
         assert "ZeroDivisionError" in client.get("/health").json()["error"]["message"]
+
+
+def test_who_has_connected_when_it_stops_listening_is_answered():
+    """Connections of every kind: accepted, accepted and not set up, and queued in the kernel."""
+    may_go_on = threading.Event()
+    with bind("127.0.0.1", 0) as listener, ExitStack() as stack:
+        address = listener.getsockname()
+        server = Server(JSONResponse({"a": 1}), listener)
+        server.start()
+        server._server.loop.call_soon_threadsafe(may_go_on.wait)
+        clients = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(30)]
+        for client in clients:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        with ThreadPoolExecutor(1) as pool:
+            stopping = pool.submit(server.stop_listening)
+            may_go_on.set()
+            stopping.result(60)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        assert all(client.recv(99).startswith(b"HTTP/1.1 200") for client in clients)
+        server.stop_listening()  # nothing is left to do
+        server.stop()
+        server.stop_listening()
 
 
 def test_answers_do_not_wait_for_acknowledgements():

@@ -217,8 +217,8 @@ BAD = [
     ({}, "text and input_ids: exactly one of them is needed", "text"),
     ({"text": "x", "input_ids": [1]}, "text and input_ids: exactly one", "text"),
     ({"text": 3}, "text is 3; allowed: a text, or a list of texts", "text"),
-    ({"input_ids": []}, "input_ids is []; allowed: token ids, or a list", "input_ids"),
-    ({"input_ids": [999]}, "the prompt holds token ids 999 to 999", "input_ids"),
+    ({"input_ids": []}, "input_ids is []; allowed: a list of integers, or a list", "input_ids"),
+    ({"input_ids": [999]}, "the prompt holds the token id 999; allowed: 0 to ", "input_ids"),
     ({"text": "x", "sampling_params": 3}, "sampling_params is 3; allowed: an object", "sampling_params"),
     ({"text": "x", "sampling_params": {"temperature": -1}}, "sampling_params.temperature is -1.0; allowed: ",
      "sampling_params.temperature"),
@@ -304,7 +304,9 @@ def test_a_request_is_ended_by_its_name_and_answered_with_what_it_has(real, mode
     assert found["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(found["output_ids"]) == len(found["meta_info"]["output_token_logprobs"]) < 900
     assert real.post("/abort_request", json={"rid": "long"}).json()["num_ended"] == 0
-    assert real.post("/abort_request", json={}).json()["error"]["param"] == "rid"
+    for body, got in (({}, "missing"), ({"rid": ""}, "empty")):
+        error = real.post("/abort_request", json=body).json()["error"]
+        assert error["message"].startswith(f"rid is {got}; allowed: the id of a request")
 
 
 def test_a_name_that_several_requests_have_ends_all_of_them(real, model_server):
