@@ -1,6 +1,8 @@
 """The policy in training: supervised warm-up, then a step for each batch of rollouts."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,29 @@ from glm5.rl.training.objective import Coefficients, RLObjective
 from glm5.rl.training.packing import batches_of, pack
 from glm5.rl.training.policy import policy_step, with_logprobs
 from glm5.rl.training.repair import Repairs, repair
+from glm5.rl.training.scores import ScoreKeeper, Scores, number_tokens
 from glm5.rl.training.sequences import sequences_of_step
 from glm5.train.batch import Batch
+from glm5.train.loop import deterministic
 from glm5.train.master_weights import MasterWeights
+
+
+@contextmanager
+def arithmetic(recipe: RLRecipe, device: torch.device) -> Iterator[None]:
+    """Inside the block, torch computes as the recipe says: the number of threads, deterministic algorithms."""
+    if device.type == "cpu":
+        torch.set_num_threads(recipe.threads or 1)
+    with deterministic(enabled=recipe.rollouts.deterministic and device.type == "cuda"):
+        yield
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A step: its losses by name, what became of the groups, and what was computed of each token."""
+
+    metrics: dict[str, float]
+    repairs: Repairs
+    scores: Scores
 
 
 class PolicyTrainer:
@@ -29,7 +51,9 @@ class PolicyTrainer:
         self.recipe, self.builder, self.device = recipe, builder, device
         algorithm = recipe.algorithm
         self.preset = preset_of(algorithm.name, algorithm.parameters)
-        self.objective = RLObjective(self.preset, Coefficients(algorithm.reference_kl, algorithm.entropy))
+        self._scored = ScoreKeeper()
+        factors = Coefficients(algorithm.reference_kl, algorithm.entropy)
+        self.objective = RLObjective(self.preset, factors, on_scored=self._scored)
         self.model = builder.model(device)
         compute = getattr(torch, recipe.model.compute or recipe.model.dtype)
         self.masters = None if compute == self.model.dtype else MasterWeights(self.model, compute)
@@ -57,10 +81,11 @@ class PolicyTrainer:
             self.reference.load_state_dict(self.model.state_dict())
         self.step.optimizers.reset()
 
-    def train(self, groups: Sequence[Group], step: int) -> tuple[dict[str, float], Repairs]:
+    def train(self, groups: Sequence[Group], step: int) -> Trained:
         """Train on the groups of a step. Raises TrainingError where none can be trained on."""
         repaired, repairs = repair(groups)
         sequences = sequences_of_step(repaired, self.preset)
+        number_tokens(sequences)
         batches = batches_of(sequences, pack(sequences, self.recipe.pass_tokens), 0)
         batches = [batch.to(self.device) for batch in batches]
         if self.reference is not None:
@@ -73,16 +98,19 @@ class PolicyTrainer:
             metrics = self.step.run(batches[part :: min(parts, len(batches))], self.recipe.lr_at(step))
         if self.recipe.reset_optimizer:
             self.step.optimizers.reset()
-        return metrics, repairs
+        return Trained(metrics, repairs, self._scored.take(sequences))
 
     def weights(self) -> dict[str, Tensor]:
         """The weights as the engine gets them."""
         return {name: weight.detach() for name, weight in self.model.state_dict().items()}
 
+    def learnt(self) -> Mapping[str, Tensor]:
+        """The weights as the optimizer updates them."""
+        return self.model.state_dict() if self.masters is None else self.masters.state_dict(self.model)
+
     def state(self) -> dict[str, Any]:
-        weights = self.model.state_dict() if self.masters is None else self.masters.state_dict(self.model)
         reference = None if self.reference is None else self.reference.state_dict()
-        return {"model": weights, "optimizer": self.step.optimizers.state_dict(), "reference": reference}
+        return {"model": self.learnt(), "optimizer": self.step.optimizers.state_dict(), "reference": reference}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if self.masters is None:
