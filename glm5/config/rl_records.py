@@ -19,7 +19,7 @@ class RLViewConfig(Command):
 
 
 class RLReplayConfig(Command):
-    """Redo a training step from its record and the nearest saved state before it, and compare the weights to the bit."""
+    """Redo a training step from its record and the nearest state saved before it; compare the weights to the bit."""
 
     folder: Annotated[str, Positional()]
     """Folder of the run."""

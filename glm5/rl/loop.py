@@ -137,9 +137,8 @@ class Run:
         await asyncio.to_thread(self._record, groups, trained)
         times = {"rollout": rolled - began, "train": stepped - rolled, "push": pushed - stepped}
         times["record"] = time.monotonic() - pushed
-        self.watch.step(
-            self.number, figures_of(self.number, groups, trained, times) | self._speed(trained, stepped - rolled)
-        )
+        figures = figures_of(self.number, groups, trained, times) | self._speed(trained, times["train"])
+        self.watch.step(self.number, figures)
 
     def _speed(self, trained: Trained, seconds: float) -> dict[str, float]:
         """Of training: tokens a second, context included; the share of the device's peak; GiB."""

@@ -1,6 +1,6 @@
 """`glm5 rl replay`: a training step again, from its record, to the same weights.
 
-    a saved state before the step  ->  the recorded rollouts of each step since then, trained on  ->  sums of the weights
+    a saved state before the step  ->  training on the recorded rollouts of each step since then  ->  sums of weights
 
 Nothing is sampled: tokens, log-probabilities, versions and rewards are the recorded ones. On a CPU, and on a GPU in
 deterministic mode, the weights are the same to the bit; where they are not, it is said which tensors differ, and which

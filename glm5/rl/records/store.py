@@ -181,9 +181,7 @@ class RecordWriter(Records):
                 for number, (one, of) in enumerate(zip(group.rollouts, of_group, strict=True))
             ]
             if (size := sum(map(len, lines))) > MAX_GROUP:
-                logger.warning(
-                    "step %d is not kept: group %d has %d bytes, of at most %d", step, index, size, MAX_GROUP
-                )
+                logger.warning("step %d is not kept: group %d has %d bytes of JSON", step, index, size)
                 return
             members.append(_compress(lines))
             rewards = [one.reward if one.is_valid else None for one in group.rollouts]
@@ -194,9 +192,7 @@ class RecordWriter(Records):
         head = _compress([as_json(Head(step, steps, weights, heads))])
         size = len(head) + sum(map(len, members))
         if size > self.max_bytes / 2:
-            logger.warning(
-                "step %d is not kept: its record has %d bytes, of at most %d", step, size, self.max_bytes / 2
-            )
+            logger.warning("step %d is not kept: its %d bytes are more than half of records.max_gb", step, size)
             return
         self._make_room("step", size)
         with writing_to(self.path(step)):

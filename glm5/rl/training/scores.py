@@ -17,6 +17,7 @@ from glm5.rl.training.sequences import TrainingSequence
 from glm5.train.batch import Batch
 
 Column = NDArray[np.float64]
+_OF_BATCHES = {"advantage": "advantages", "rollout": "logprobs", "reference": "reference_logprobs"}
 _OF_NODES = ("trainer_logprobs", "entropies", "weights", "masked", "advantages", "reference_logprobs")
 
 
@@ -66,13 +67,7 @@ class ScoreKeeper:
             "masked": scored.masked_G,
         }
         columns |= {
-            ours: batch.columns[name][scored.index_G]
-            for name, ours in (
-                ("advantage", "advantages"),
-                ("rollout", "logprobs"),
-                ("reference", "reference_logprobs"),
-            )
-            if name in batch.columns
+            ours: batch.columns[name][scored.index_G] for name, ours in _OF_BATCHES.items() if name in batch.columns
         }
         self._parts.append((batch.columns["place"][scored.index_G].long(), columns))
 
