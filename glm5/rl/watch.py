@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from glm5.common.bounded import TABLES, read_bounded_text
+from glm5.common.errors import TrainingError
 from glm5.common.extras import require
 from glm5.config.rl import RLRecipe
 from glm5.train.metrics import check_board
@@ -90,10 +92,18 @@ class Watch:
             self._wandb.log(numbers, step=record["step"])
 
 
+def check_extras(recipe: RLRecipe) -> None:
+    """Raises MissingExtra where the recipe asks for a package that is not installed."""
+    if recipe.tensorboard:
+        check_board()
+    if recipe.wandb:
+        require("wandb", "wandb")
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The records of a metrics file, in order; a cut-off last line is left out."""
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
     if file.exists():
-        with suppress(ValueError):
-            found.extend(json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
-    return found
+        with suppress(ValueError, RecursionError):
+            found.extend(json.loads(line) for line in read_bounded_text(file, TABLES, TrainingError).splitlines())
+    return [line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int)]

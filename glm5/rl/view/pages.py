@@ -78,8 +78,7 @@ class RunPages:
             for number in order
         )
         choices = "".join(
-            f'<a class="choice" href="{here}?{html.escape(urlencode({"rollout": chosen, "colour": name}))}"'
-            f"{' aria-current="true"' if name == colour else ''}>{name}</a>"
+            _link(f"{here}?{urlencode({'rollout': chosen, 'colour': name})}", name, "choice", is_here=name == colour)
             for name in COLOURS
         )
         count = sum(len(node.token_ids) for node in trace.nodes)
@@ -139,7 +138,7 @@ def _row(step: int, index: int, group: GroupHead) -> str:
     more = f" and {len(order) - MAX_CHIPS:,} more" if len(order) > MAX_CHIPS else ""
     mean = "" if all(one is None for one in group.rewards) else f"{_mean(group.rewards):.3g}"
     cells = (
-        f'<a href="{here}">{index}</a>',
+        _link(here, f"{index}", "chip"),
         html.escape(group.environment),
         group.level,
         group.seed,
@@ -170,8 +169,12 @@ def _facts(trace: Trace) -> str:
 def _chip(address: str, text: str, reward: float | None, *, is_here: bool = False) -> str:
     kind = "none" if reward is None else f"r{min(4, max(0, round(4 * reward)))}"
     shown = "failed" if reward is None else f"{reward:.3g}"
+    return _link(address, f"{text} <span>{shown}</span>", f"chip {kind}", is_here=is_here)
+
+
+def _link(address: str, content: str, kind: str, *, is_here: bool = False) -> str:
     here = ' aria-current="true"' if is_here else ""
-    return f'<a class="chip {kind}" href="{html.escape(address)}"{here}>{text} <span>{shown}</span></a> '
+    return f'<a class="{kind}" href="{html.escape(address)}"{here}>{content}</a> '
 
 
 def _more(address: str, query: Query, first: int, size: int, total: int, what: str) -> str:
@@ -179,10 +182,10 @@ def _more(address: str, query: Query, first: int, size: int, total: int, what: s
     if total <= size and not first:
         return ""
     parts = [
-        f'<a class="chip" href="{address}?{html.escape(urlencode({**query, "first": start}))}">{start:,}</a>'
+        _link(f"{address}?{urlencode({**query, 'first': start})}", f"{start:,}", "chip", is_here=start == first)
         for start in range(0, total, size)
     ]
-    return f"<p>{what.capitalize()} from {' '.join(parts)} of {total:,}</p>"
+    return f"<p>{what.capitalize()} from {''.join(parts)}of {total:,}</p>"
 
 
 def _known_reward(reward: float | None) -> float:
