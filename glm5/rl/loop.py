@@ -119,6 +119,7 @@ class Run:
             if is_last or self.number % self.recipe.evaluation.every == 0:
                 await self._evaluate()
             if is_last or interrupted or self.number % self.recipe.records.state_every == 0:
+                self.watch.release()
                 self._save()
             if interrupted:
                 logger.warning("stopped after step %d; the same command goes on", self.number)

@@ -15,20 +15,14 @@ from glm5.common.errors import TrainingError
 from glm5.common.extras import require
 from glm5.config.rl import RLRecipe
 from glm5.train.metrics import check_board
-from glm5.train.progress_table import clock_of
+from glm5.train.progress_table import LEAST_WIDTH, ProgressTable, clock_of, columns
 from glm5.train.state import writing_to
 
 FILE = "metrics.jsonl"
-SHOWN = (
-    "reward/mean",
-    "eval/mean",
-    "entropy",
-    "is/mask_frac",
-    "kl/mismatch",
-    "len/mean",
-    "grad/norm",
-    "perf/rollout_tok_s",
-)
+SHOWN = ("reward/mean", "entropy", "is/mask_frac", "kl/mismatch", "len/mean", "grad/norm", "perf/rollout_tok_s")
+"""In a log's line of a step; the table on a terminal has more, on its right side without means."""
+_RIGHT = ("eval/mean", "eval/pass@1", "time/rollout", "time/train", "time/push", "perf/rollout_tok_s", "perf/mfu")
+_LEFT = (*SHOWN[:-1], "turns/mean", "group/dropped")
 
 
 class Watch:
@@ -42,6 +36,10 @@ class Watch:
         if recipe.wandb:
             settings = json.loads(recipe.model_dump_json())
             self._wandb = require("wandb", "wandb").init(project="glm5-rl", name=recipe.name, config=settings, dir=out)
+        is_wide = columns(self._stream) >= LEAST_WIDTH
+        self._live = (
+            ProgressTable(recipe.name, recipe.steps, first, self._stream, left=_LEFT, right=_RIGHT) if is_wide else None
+        )
         self._began = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -65,6 +63,9 @@ class Watch:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics after `step` steps."""
         self._write({"step": step, **metrics})
+        if self._live is not None:
+            self._live.step(step, metrics)
+            return
         shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
         left = self._recipe.steps - step
         eta = clock_of((time.monotonic() - self._began) / max(1, step - self._first) * left)
@@ -73,7 +74,15 @@ class Watch:
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of an evaluation after `step` steps."""
         self._write({"step": step, **metrics})
+        if self._live is not None:
+            self._live.held_out(metrics)
+            return
         self._say(f"{self._recipe.name} {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+    def release(self) -> None:
+        """Other output follows."""
+        if self._live is not None:
+            self._live.release()
 
     def _say(self, text: str) -> None:
         self._stream.write(text + "\n")
