@@ -34,19 +34,20 @@ def figures_of(step: int, groups: Sequence[Group], trained: Trained, times: Mapp
         "reward/std": pstdev(rewards),
         "reward/frac_zero_std": sum(flat) / len(flat),
         "len/mean": mean(lengths),
-        "len/max": float(max(lengths)),
+        "len/max": max(lengths),
         "turns/mean": mean([rollout.num_turns for rollout in rollouts]),
         "len/truncated": mean([float(rollout.is_truncated) for rollout in rollouts]),
-        "group/padded": float(repairs.filled),
-        "group/dropped": float(repairs.dropped),
+        "group/padded": repairs.filled,
+        "group/dropped": repairs.dropped,
     }
-    found |= {f"env_fail/{kind}": float(count) for kind, count in repairs.failures.items()}
+    found |= {f"env_fail/{kind}": count for kind, count in repairs.failures.items()}
     found |= _of_environments(valid) | _of_tokens(trained.scores) | _staleness(step, rollouts)
     names = {name: _NAMES.get(name, f"train/{name.replace(' ', '_')}") for name in trained.metrics}
     found |= {names[name]: value for name, value in trained.metrics.items()}
     total = sum(times.values())
     found |= {f"time/{name}": seconds for name, seconds in times.items()} | {"time/step": total}
-    return found | {"perf/rollout_tok_s": sum(lengths) / max(times["rollout"], 1e-9)}
+    found["perf/rollout_tok_s"] = sum(lengths) / max(times["rollout"], 1e-9)
+    return {name: float(value) for name, value in found.items()}
 
 
 def _of_environments(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -70,7 +71,7 @@ def _of_tokens(scores: Scores) -> dict[str, float]:
     current_N, masked_N = scores.of_trained("trainer_logprobs"), scores.of_trained("masked") > 0
     difference_N, advantage_N = current_N - scores.of_trained("logprobs"), scores.of_trained("advantages")
     ratio_N = np.exp(difference_N)
-    found = {
+    return {
         "is/ratio_min": ratio_N.min(),
         "is/ratio_max": ratio_N.max(),
         "is/ratio_p99": np.quantile(ratio_N, 0.99),
@@ -84,7 +85,6 @@ def _of_tokens(scores: Scores) -> dict[str, float]:
         "adv/min": advantage_N.min(),
         "adv/max": advantage_N.max(),
     }
-    return {name: float(value) for name, value in found.items()}
 
 
 def _staleness(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -96,4 +96,4 @@ def _staleness(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
         if segment.is_sampled
         for version in segment.versions
     ]
-    return {"staleness/mean": float(mean(ages)), "staleness/max": float(max(ages))} if ages else {}
+    return {"staleness/mean": mean(ages), "staleness/max": max(ages)} if ages else {}

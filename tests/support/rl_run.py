@@ -15,7 +15,7 @@ from glm5.rl.rollout import Group, Rollout
 from glm5.rl.segments import Segment
 
 QUESTION = "Guess 1 to 15"
-TEXTS = [QUESTION, "lower", "higher", *map(str, range(1, 16))]
+TEXTS = [QUESTION, "lower", "higher", "<think>between 1 and 15</think>", *map(str, range(1, 16))]
 
 
 def tokenizer() -> Tokenizer:
@@ -23,7 +23,8 @@ def tokenizer() -> Tokenizer:
 
 
 def random_rollout(random: Random, task: Task, *, with_records: bool = True) -> Rollout:
-    """A conversation of several turns with a branch, random tokens and, `with_records`, experts and kept sets."""
+    """A conversation of several turns with a branch, random tokens and, `with_records`, experts and kept sets. Its
+    log-probabilities are about those of 320 equal ones."""
     rollout = Rollout(task, random.getrandbits(64), temperature=0.7, top_p=0.9, top_k=5, num_turns=2)
     leaf = None
     for number in range(random.randint(2, 5)):
@@ -33,7 +34,7 @@ def random_rollout(random: Random, task: Task, *, with_records: bool = True) -> 
         if number % 2:
             versions = [random.randrange(4) for _ in ids]
             kept = [sorted({one, *random.sample(range(300), 3)}) for one in ids]
-            segment = Segment(ids, leaf, True, [-random.expovariate(1.0) for _ in ids], versions)
+            segment = Segment(ids, leaf, True, [-abs(random.gauss(5.8, 0.7)) for _ in ids], versions)
             if with_records:
                 segment.kept = [[] if random.random() < 0.2 else own for own in kept]
                 segment.experts = np.array(
@@ -74,22 +75,21 @@ def write_run(out: Path, steps: int = 3, num_groups: int = 4, size: int = 8) -> 
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _game(
-    tokens: Tokenizer, random: Random, secret: int, step: int
-) -> tuple[Rollout, Sequence[Columns | None]]:
+def _game(tokens: Tokenizer, random: Random, secret: int, step: int) -> tuple[Rollout, Sequence[Columns | None]]:
     rollout = Rollout(task_of(secret), random.getrandbits(60), num_turns=0)
     columns: list[Columns | None] = []
-    heard, leaf, guess = QUESTION, None, 0
+    heard, leaf, low, high = QUESTION, None, 1, 15
     for turn in range(4):
         rollout.messages.append({"role": "user", "content": heard})
         leaf = rollout.tree.add(Segment(tokens.encode(f"<|user|>{heard}<|assistant|>"), leaf))
-        guess = random.choice([8, 4, 12, secret, random.randint(1, 15)])
-        ids = tokens.encode(f"{guess}<|user|>")
+        guess = random.choice([(low + high) // 2, random.randint(low, high)])
+        ids = tokens.encode(f"<think>between {low} and {high}</think>{guess}<|user|>")
         logprobs = [-random.expovariate(0.6) for _ in ids]
         leaf = rollout.tree.add(Segment(ids, leaf, True, logprobs, [step - 1] * len(ids)))
-        rollout.messages.append({"role": "assistant", "content": str(guess)})
+        thought = f"between {low} and {high}"
+        rollout.messages.append({"role": "assistant", "content": str(guess), "reasoning_content": thought})
         rollout.num_turns = turn + 1
-        shift = [random.gauss(0, 0.4) if random.random() < 0.5 else 0.0 for _ in ids]
+        shift = [random.gauss(0, 0.3) if random.random() < 0.5 else 0.0 for _ in ids]
         masked = [abs(one) > 0.69 for one in shift]
         columns += [
             None,
@@ -102,6 +102,7 @@ def _game(
         if guess == secret:
             break
         heard = "lower" if secret < guess else "higher"
+        low, high = (low, guess - 1) if secret < guess else (guess + 1, high)
     rollout.rewards = {"found": float(guess == secret)}
     for own in columns:
         if own is not None:

@@ -114,7 +114,7 @@ class RunPages:
             'content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
             f'<title>{title}</title><link rel="icon" href="/page/icon.svg" type="image/svg+xml">'
             '<link rel="stylesheet" href="/page/base.css"><link rel="stylesheet" href="/page/view.css"></head>'
-            f'<body><header><img src="/page/icon.svg" alt="" width="24" height="24"><h1><a href="/">{name}</a>{path}'
+            f'<body><header><img src="/page/icon.svg" alt="" width="24" height="24"/><h1><a href="/">{name}</a>{path}'
             f"</h1></header><main>{body}</main></body></html>\n"
         )
 

@@ -11,6 +11,7 @@ from glm5.rl.records.trace import Node, Trace
 
 MAX_TOKENS = 20_000
 """Of a page."""
+_CONTROLS = {code: chr(0x2400 + code) for code in range(32)} | {10: "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n"}
 _EDGES = (0.001, 0.01, 0.1, 0.3)  # of |log ratio|: rounding, another arithmetic, a step of training, a masked token
 
 
@@ -129,6 +130,6 @@ def _texts(tokenizer: Tokenizer) -> Callable[[int], str]:
     @lru_cache(maxsize=2**16)
     def text(token_id: int) -> str:
         found = tokenizer.decode([token_id]) if token_id < tokenizer.vocab_size else f"[{token_id}]"
-        return found.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}\n")
+        return found.translate(_CONTROLS)
 
     return text
