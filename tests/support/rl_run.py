@@ -26,7 +26,7 @@ def random_rollout(random: Random, task: Task, *, with_records: bool = True) -> 
     """A conversation of several turns with a branch, random tokens and, `with_records`, experts and kept sets. Its
     log-probabilities are about those of 320 equal ones."""
     rollout = Rollout(task, random.getrandbits(64), temperature=0.7, top_p=0.9, top_k=5, num_turns=2)
-    leaf = None
+    leaf, half = None, random.choice(["\ud800", "\u2028"])  # half of a character, and one that ends lines in text
     for number in range(random.randint(2, 5)):
         count = random.randint(1, 6)
         ids = [random.randrange(300) for _ in range(count)]
@@ -42,7 +42,7 @@ def random_rollout(random: Random, task: Task, *, with_records: bool = True) -> 
                 )
                 segment.key_versions = [max(0, one - 1) for one in versions]
         leaf = rollout.tree.add(segment)
-        rollout.messages.append({"role": "assistant" if number % 2 else "user", "content": f"\ud800 {number}"})
+        rollout.messages.append({"role": "assistant" if number % 2 else "user", "content": half + str(number)})
         if number == 2:
             rollout.tree.add(Segment([1, 2], 0, True, [-0.5, -1 / 3], [3, 3]))  # an answer tried again
     rollout.rewards = {"answer": random.random(), "form": 0.1}

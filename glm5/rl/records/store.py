@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_HEAD, MAX_GROUP = 2**26, 2**29
 """Bytes of JSON. A step with a larger group is not kept."""
-_LEVEL = 3  # of gzip: half the time of the default, a tenth more bytes
+_LEVEL = 1  # of gzip: half the time of level 3, for 4 % more bytes
 _NAMES = {"step": re.compile(r"step-(\d{8,18})\.jsonl\.gz"), "state": re.compile(r"state-(\d{8,18})\.pt")}
 
 

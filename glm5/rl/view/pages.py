@@ -1,6 +1,7 @@
 """The pages of a run: curves and steps; a step's groups by reward; a group's rollouts, one of them token by token."""
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlencode
@@ -156,7 +157,7 @@ def _facts(trace: Trace) -> str:
         "turns": f"{trace.info.num_turns}",
         "sampled tokens": f"{sampled:,}",
         "ended": trace.stop_condition,
-        **{name: f"{value:.4g}" for name, value in trace.metrics.items()},
+        **{name: f"{math.nan if value is None else value:.4g}" for name, value in trace.metrics.items()},
         **{f"{one.type} failed": one.message for one in trace.errors},
         "environment": trace.task.type,
         "task": f"{trace.task.key}, level {trace.task.data.level}",
