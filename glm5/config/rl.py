@@ -28,9 +28,7 @@ class RLConfig(Command):
     `glm5 rl view FOLDER` shows what a run has recorded, and `glm5 rl replay FOLDER STEP` redoes one of its steps.
     """
 
-    more_words = (
-        "one recipe is trained;  glm5 rl view FOLDER  and  glm5 rl replay FOLDER STEP  are commands of their own"
-    )
+    more_words = "see also  glm5 rl view FOLDER  and  glm5 rl replay FOLDER STEP"
     recipe: Annotated[str, Positional()]
     """TOML file."""
     set: tuple[str, ...] = ()
