@@ -22,7 +22,7 @@ from glm5.common.errors import ConfigError, GlmError, UsageError, advice_on_file
 from glm5.common.interrupt import held_interrupt, orderly_end
 
 # What a command does, in the words of `glm5 --help`. Its file, `bench_all.py` for "bench all", has `add(parser)`, which
-# adds its flags, and `run(args) -> exit code`. Of two words, the first is a group of commands.
+# adds its flags, and `run(args) -> exit code`. Of two words, the first is a group of commands, or a command itself.
 COMMANDS = {
     "demo": "train a small GLM-5, serve it and ask it",
     "serve": "serve a model over HTTP",
@@ -38,6 +38,8 @@ COMMANDS = {
     "tokenize": "write a token file for training",
     "train": "train as a recipe says",
     "rl": "reinforcement learning as a recipe says",
+    "rl view": "a run's rollouts, token by token, and its curves",
+    "rl replay": "redo a training step of a run, to the same bits",
     "bench all": "everything about a model on this machine, part by part",
     "bench throughput": "tokens a second of requests that come at once",
     "bench latency": "times of requests that come one by one",
@@ -87,10 +89,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     name = argv[0] if argv else ""
     command: Parser | None = None
     own = argv[1] if len(argv) > 1 else ""
-    if name in GROUPS and f"{name} {own}" in COMMANDS:
+    if f"{name} {own}" in COMMANDS:
         root, commands = parsers(f"{name} {own}")
         command = commands[f"{name} {own}"]
         command.check_names(argv[2:])
+        if name not in GROUPS:
+            argv = [f"{name} {own}", *argv[2:]]
     elif name in GROUPS and own not in ("-h", "--help"):
         of_group = [command.split()[1] for command in COMMANDS if command.split()[0] == name]
         raise UsageError(_unknown(own, of_group, f"{name} "))
@@ -117,7 +121,9 @@ def parsers(*names: str) -> tuple[Parser, dict[str, Parser]]:
     commands: dict[str, Parser] = {}
     for name, text in COMMANDS.items():
         group, _, own = name.rpartition(" ")
-        if group not in holders:
+        if group not in GROUPS:
+            group, own = "", name
+        elif group not in holders:
             holders[group] = _add_group(holders[""], group)
         commands[name] = holders[group].add_parser(own, help=text)
     for name in names:

@@ -20,6 +20,9 @@ def run(args: argparse.Namespace) -> int:
         out(json.dumps(json.loads(recipe.model_dump_json()), indent=2))
         return 0
     from glm5.rl.loop import run as train
+    from glm5.rl.watch import check_extras
+
+    check_extras(recipe)  # a missing package should fail before the training
 
     out(f"trained: {train(recipe, restart=settings.restart)}")
     return 0

@@ -23,8 +23,12 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class RLConfig(Command):
-    """Train a policy by reinforcement learning, by a recipe. The same command resumes an interrupted run."""
+    """Train a policy by reinforcement learning, by a recipe. The same command resumes an interrupted run.
 
+    `glm5 rl view FOLDER` shows what a run has recorded, and `glm5 rl replay FOLDER STEP` redoes one of its steps.
+    """
+
+    more_words = "see also  glm5 rl view FOLDER  and  glm5 rl replay FOLDER STEP"
     recipe: Annotated[str, Positional()]
     """TOML file."""
     set: tuple[str, ...] = ()

@@ -4,8 +4,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import mean, pstdev
 
-from glm5.rl.rollout import Group
-from glm5.rl.training.repair import Repairs
+import numpy as np
+
+from glm5.rl.rollout import Group, Rollout
+from glm5.rl.trainer import Trained
+from glm5.rl.training.scores import Scores
 
 _NAMES = {
     "policy": "loss/policy",
@@ -18,10 +21,9 @@ _NAMES = {
 }
 
 
-def figures_of(
-    groups: Sequence[Group], trained: Mapping[str, float], repairs: Repairs, times: Mapping[str, float]
-) -> dict[str, float]:
-    """`trained`: what the trainer's step returned. `times`: seconds of the step's phases."""
+def figures_of(step: int, groups: Sequence[Group], trained: Trained, times: Mapping[str, float]) -> dict[str, float]:
+    """`step`: its number from 1. `times`: seconds of the step's phases."""
+    repairs = trained.repairs
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     valid = [rollout for rollout in rollouts if rollout.is_valid]
     rewards = [rollout.reward for rollout in valid] or [0.0]
@@ -30,25 +32,68 @@ def figures_of(
     found = {
         "reward/mean": mean(rewards),
         "reward/std": pstdev(rewards),
-        "reward/frac_zero_std": mean(flat),
+        "reward/frac_zero_std": sum(flat) / len(flat),
         "len/mean": mean(lengths),
-        "len/max": float(max(lengths)),
+        "len/max": max(lengths),
         "turns/mean": mean([rollout.num_turns for rollout in rollouts]),
         "len/truncated": mean([float(rollout.is_truncated) for rollout in rollouts]),
-        "group/padded": float(repairs.filled),
-        "group/dropped": float(repairs.dropped),
+        "group/padded": repairs.filled,
+        "group/dropped": repairs.dropped,
     }
-    found |= {f"env_fail/{kind}": float(count) for kind, count in repairs.failures.items()}
-    by_environment: dict[str, list[float]] = defaultdict(list)
-    by_metric: dict[str, list[float]] = defaultdict(list)
-    for rollout in valid:
-        by_environment[rollout.task.environment].append(rollout.reward)
-        for name, value in rollout.metrics.items():
-            by_metric[f"metric/{name}"].append(value)
-    if len(by_environment) > 1:
-        found |= {f"reward/{name}": mean(values) for name, values in by_environment.items()}
-    found |= {name: mean(values) for name, values in by_metric.items()}
-    found |= {_NAMES.get(name, f"train/{name.replace(' ', '_')}"): value for name, value in trained.items()}
+    found |= {f"env_fail/{kind}": count for kind, count in repairs.failures.items()}
+    found |= _of_environments(valid) | _of_tokens(trained.scores) | _staleness(step, rollouts)
+    names = {name: _NAMES.get(name, f"train/{name.replace(' ', '_')}") for name in trained.metrics}
+    found |= {names[name]: value for name, value in trained.metrics.items()}
     total = sum(times.values())
     found |= {f"time/{name}": seconds for name, seconds in times.items()} | {"time/step": total}
-    return found | {"perf/rollout_tok_s": sum(lengths) / max(times["rollout"], 1e-9)}
+    found["perf/rollout_tok_s"] = sum(lengths) / max(times["rollout"], 1e-9)
+    return {name: float(value) for name, value in found.items()}
+
+
+def _of_environments(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Rewards by environment where there are several, and the environments' own figures."""
+    rewards: dict[str, list[float]] = defaultdict(list)
+    metrics: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        rewards[rollout.task.environment].append(rollout.reward)
+        for name, value in rollout.metrics.items():
+            metrics[name].append(value)
+    found = {f"metric/{name}": mean(values) for name, values in metrics.items()}
+    if len(rewards) > 1:
+        found |= {f"reward/{name}": mean(values) for name, values in rewards.items()}
+    if calls := sum(metrics["tool_calls"]):
+        found["tool/fail"] = sum(metrics["tool_errors"]) / calls
+    return found
+
+
+def _of_tokens(scores: Scores) -> dict[str, float]:
+    """Of trained tokens: the ratios s = current / rollout, which of them the algorithm masked, and advantages."""
+    current_N, masked_N = scores.of_trained("trainer_logprobs"), scores.of_trained("masked") > 0
+    difference_N, advantage_N = current_N - scores.of_trained("logprobs"), scores.of_trained("advantages")
+    ratio_N = np.exp(difference_N)
+    return {
+        "is/ratio_min": ratio_N.min(),
+        "is/ratio_max": ratio_N.max(),
+        "is/ratio_p99": np.quantile(ratio_N, 0.99),
+        "is/ess": ratio_N.sum() ** 2 / (len(ratio_N) * (ratio_N**2).sum()),
+        "is/mask_frac_low": (masked_N & (difference_N < 0)).mean(),
+        "is/mask_frac_high": (masked_N & (difference_N > 0)).mean(),
+        "logp/abs_diff": np.abs(difference_N).mean(),
+        "logp/abs_diff_max": np.abs(difference_N).max(),
+        "adv/mean": advantage_N.mean(),
+        "adv/std": advantage_N.std(),
+        "adv/min": advantage_N.min(),
+        "adv/max": advantage_N.max(),
+    }
+
+
+def _staleness(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Steps between the weights that sampled a token and those that are trained on it."""
+    ages = [
+        step - 1 - version
+        for rollout in rollouts
+        for segment in rollout.tree.segments
+        if segment.is_sampled
+        for version in segment.versions
+    ]
+    return {"staleness/mean": mean(ages), "staleness/max": max(ages)} if ages else {}

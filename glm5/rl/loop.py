@@ -29,6 +29,9 @@ from glm5.rl.build import PolicyBuilder
 from glm5.rl.environments.workers import EnvironmentWorkers
 from glm5.rl.evaluate import evaluate
 from glm5.rl.figures import figures_of
+from glm5.rl.records.digest import digests
+from glm5.rl.records.store import RecordWriter
+from glm5.rl.report import REPORT, write_report
 from glm5.rl.rollout import Group
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.collect import collect
@@ -36,9 +39,10 @@ from glm5.rl.rollouts.harness import Harness
 from glm5.rl.rollouts.policy import Policy
 from glm5.rl.state import RunState
 from glm5.rl.tasks import TaskSource
-from glm5.rl.trainer import PolicyTrainer
+from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
+from glm5.rl.training.policy import SPARSE
 from glm5.rl.watch import Watch
-from glm5.train.loop import deterministic
+from glm5.train.metrics import flops_per_token, memory
 from glm5.train.stage_trainer import device_of
 from glm5.train.state import locked, writing_to
 
@@ -55,13 +59,11 @@ def run(recipe: RLRecipe, *, restart: bool = False) -> Path:
     out, device = recipe.folder, device_of(recipe.device)
     with locked(out):
         if restart:
-            for name in ("state.pt", "metrics.jsonl", "recipe.json"):
+            for name in ("state.pt", "metrics.jsonl", "recipe.json", REPORT):
                 (out / name).unlink(missing_ok=True)
             for name in ("policy", "tokenizer", "records"):
                 shutil.rmtree(out / name, ignore_errors=True)
-        if device.type == "cpu":
-            torch.set_num_threads(recipe.threads or 1)
-        with deterministic(enabled=recipe.rollouts.deterministic and device.type == "cuda"):
+        with arithmetic(recipe, device):
             return asyncio.run(Run(recipe, out, device).run())
 
 
@@ -71,6 +73,7 @@ class Run:
     def __init__(self, recipe: RLRecipe, out: Path, device: torch.device) -> None:
         self.recipe, self.out, self.device = recipe, out, device
         self.state = RunState(out, recipe)
+        self.records = RecordWriter(out, recipe.records.max_gb * 2**30, recipe.records.every)
         saved = self.state.read()
         self.builder = PolicyBuilder(recipe, out)
         self.trainer = PolicyTrainer(recipe, self.builder, device)
@@ -104,6 +107,8 @@ class Run:
                     await self._steps(interrupted)
                 finally:
                     await asyncio.to_thread(self.engine.close)
+        with writing_to(self.out / REPORT):
+            write_report(self.out, self.recipe)
         return folder
 
     async def _steps(self, interrupted: Sequence[Any]) -> None:
@@ -115,6 +120,7 @@ class Run:
             if is_last or self.number % self.recipe.evaluation.every == 0:
                 await self._evaluate()
             if is_last or interrupted or self.number % self.recipe.records.state_every == 0:
+                self.watch.release()
                 self._save()
             if interrupted:
                 logger.warning("stopped after step %d; the same command goes on", self.number)
@@ -124,13 +130,32 @@ class Run:
         began = time.monotonic()
         groups = await self._alive(self._collect)
         rolled = time.monotonic()
-        metrics, repairs = await asyncio.to_thread(self.trainer.train, groups, self.number)
-        trained = time.monotonic()
+        trained = await asyncio.to_thread(self.trainer.train, groups, self.number)
+        stepped = time.monotonic()
         self.tasks.observe(groups)
         self.number += 1
         await self._alive(self._push)
-        times = {"rollout": rolled - began, "train": trained - rolled, "push": time.monotonic() - trained}
-        self.watch.step(self.number, figures_of(groups, metrics, repairs, times))
+        pushed = time.monotonic()
+        await asyncio.to_thread(self._record, groups, trained)
+        times = {"rollout": rolled - began, "train": stepped - rolled, "push": pushed - stepped}
+        times["record"] = time.monotonic() - pushed
+        figures = figures_of(self.number, groups, trained, times) | self._speed(trained, times["train"])
+        self.watch.step(self.number, figures)
+
+    def _speed(self, trained: Trained, seconds: float) -> dict[str, float]:
+        """Of training: tokens a second, context included; the share of the device's peak; GiB."""
+        lengths = [len(one) for one in trained.scores.sequences]
+        rate = sum(lengths) / max(seconds, 1e-9)
+        found = {"perf/train_tok_s": rate, "perf/peak_gib": memory(self.device)}
+        if self.recipe.peak_tflops is not None:
+            flops = flops_per_token(self.builder.cfg, sum(lengths) // len(lengths), SPARSE)
+            found["perf/mfu"] = flops * rate / (self.recipe.peak_tflops * 1e12)
+        return found
+
+    def _record(self, groups: Sequence[Group], trained: Trained) -> None:
+        if self.records.keeps(self.number):
+            columns = trained.scores.by_segment(groups)
+            self.records.write(self.number, self.recipe.steps, digests(self.trainer.learnt()), groups, columns)
 
     async def _collect(self) -> list[Group]:
         cfg = self.recipe.rollouts
@@ -179,3 +204,4 @@ class Run:
         with writing_to(self.out / "policy"):
             save(self.trainer.model, self.out / "policy", assets=self.builder.assets)
         self.state.write(self.number, self.tasks.state(), self.trainer.state())
+        self.records.keep_state(self.state.file, self.number)

@@ -3,6 +3,7 @@
 OUT/state.pt      the step, weights, optimizer state, and the positions of ladders
 OUT/metrics.jsonl a line a step; lines of steps that a resumed run repeats are removed
 OUT/policy        the checkpoint of the last state, in the published layout
+OUT/records       rollouts, and earlier states (rl/records/store.py)
 """
 
 import json
@@ -31,15 +32,17 @@ class RunState:
 
     def read(self) -> Mapping[str, Any] | None:
         """{"step", "ladders", "trainer", ...}; None for a new run. TrainingError if it is damaged or another run's."""
-        if not self.file.exists():
-            return None
+        return self.read_file(self.file) if self.file.exists() else None
+
+    def read_file(self, file: Path) -> Mapping[str, Any]:
+        """The same of another file of this run."""
         try:
-            check_bytes(self.file)
-            state = torch.load(self.file, weights_only=True, map_location="cpu")
+            check_bytes(file)
+            state = torch.load(file, weights_only=True, map_location="cpu")
             recipe = json.loads(state["recipe"])
             int(state["step"])
         except DAMAGED as error:
-            raise damaged(self.file, error) from None
+            raise damaged(file, error) from None
         if difference := first_difference(recipe, self._recipe):
             raise TrainingError(
                 f"{self.out} holds a run of another recipe: {difference}; go on with the old one, choose another out, "

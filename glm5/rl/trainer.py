@@ -1,6 +1,8 @@
 """The policy in training: supervised warm-up, then a step for each batch of rollouts."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,29 @@ from glm5.rl.training.objective import Coefficients, RLObjective
 from glm5.rl.training.packing import batches_of, pack
 from glm5.rl.training.policy import choose_parameters, policy_step, with_logprobs
 from glm5.rl.training.repair import Repairs, repair
+from glm5.rl.training.scores import ScoreKeeper, Scores, number_tokens
 from glm5.rl.training.sequences import sequences_of_step
 from glm5.train.batch import Batch
+from glm5.train.loop import deterministic
 from glm5.train.master_weights import MasterWeights
+
+
+@contextmanager
+def arithmetic(recipe: RLRecipe, device: torch.device) -> Iterator[None]:
+    """Inside the block, torch computes as the recipe says: the number of threads, deterministic algorithms."""
+    if device.type == "cpu":
+        torch.set_num_threads(recipe.threads or 1)
+    with deterministic(enabled=recipe.rollouts.deterministic and device.type == "cuda"):
+        yield
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A step: its losses by name, what became of the groups, and what was computed of each token."""
+
+    metrics: dict[str, float]
+    repairs: Repairs
+    scores: Scores
 
 
 class PolicyTrainer:
@@ -30,8 +52,9 @@ class PolicyTrainer:
         self.recipe, self.builder, self.device = recipe, builder, device
         algorithm = recipe.algorithm
         self.preset = preset_of(algorithm.name, algorithm.parameters)
+        self._scored = ScoreKeeper()
         self.coefficients = Coefficients(algorithm.reference_kl, algorithm.entropy)
-        self.objective = RLObjective(self.preset, self.coefficients)
+        self.objective = RLObjective(self.preset, self.coefficients, on_scored=self._scored)
         self.model = builder.model(device)
         choose_parameters(self.model)
         compute = getattr(torch, recipe.model.compute or recipe.model.dtype)
@@ -64,19 +87,18 @@ class PolicyTrainer:
         if self.recipe.exact:
             threads = self.recipe.threads or (1 if self.device.type == "cpu" else torch.get_num_threads())
             self.exact = self.model.impl = ExactPass(self.model, threads=threads)
-            self.step.objective = self.objective = RLObjective(
-                self.preset, self.coefficients, scorer=self.exact.logprobs
-            )
+            self.objective.scorer = self.exact.logprobs
 
     def check(self, arithmetic: str | None) -> None:
         """ConfigError where an engine computes in another arithmetic than the exact pass."""
         if self.exact is not None:
             self.exact.check(arithmetic)
 
-    def train(self, groups: Sequence[Group], step: int) -> tuple[dict[str, float], Repairs]:
+    def train(self, groups: Sequence[Group], step: int) -> Trained:
         """Train on the groups of a step. Raises TrainingError where none can be trained on."""
         repaired, repairs = repair(groups)
         sequences = sequences_of_step(repaired, self.preset)
+        number_tokens(sequences)
         batches = batches_of(sequences, pack(sequences, self.recipe.pass_tokens), 0)
         batches = [batch.to(self.device) for batch in batches]
         if self.reference is not None:
@@ -89,16 +111,19 @@ class PolicyTrainer:
             metrics = self.step.run(batches[part :: min(parts, len(batches))], self.recipe.lr_at(step))
         if self.recipe.reset_optimizer:
             self.step.optimizers.reset()
-        return metrics, repairs
+        return Trained(metrics, repairs, self._scored.take(sequences))
 
     def weights(self) -> dict[str, Tensor]:
         """The weights as the engine gets them."""
         return {name: weight.detach() for name, weight in self.model.state_dict().items()}
 
+    def learnt(self) -> Mapping[str, Tensor]:
+        """The weights as the optimizer updates them."""
+        return self.model.state_dict() if self.masters is None else self.masters.state_dict(self.model)
+
     def state(self) -> dict[str, Any]:
-        weights = self.model.state_dict() if self.masters is None else self.masters.state_dict(self.model)
         reference = None if self.reference is None else self.reference.state_dict()
-        return {"model": weights, "optimizer": self.step.optimizers.state_dict(), "reference": reference}
+        return {"model": self.learnt(), "optimizer": self.step.optimizers.state_dict(), "reference": reference}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if self.masters is None:

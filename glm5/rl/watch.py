@@ -10,23 +10,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from glm5.common.bounded import TABLES, read_bounded_text
+from glm5.common.errors import TrainingError
 from glm5.common.extras import require
 from glm5.config.rl import RLRecipe
 from glm5.train.metrics import check_board
-from glm5.train.progress_table import clock_of
+from glm5.train.progress_table import LEAST_WIDTH, ProgressTable, clock_of, columns
 from glm5.train.state import writing_to
 
 FILE = "metrics.jsonl"
-SHOWN = (
-    "reward/mean",
-    "eval/mean",
-    "entropy",
-    "is/mask_frac",
-    "kl/mismatch",
-    "len/mean",
-    "grad/norm",
-    "perf/rollout_tok_s",
-)
+SHOWN = ("reward/mean", "entropy", "is/mask_frac", "kl/mismatch", "len/mean", "grad/norm", "perf/rollout_tok_s")
+"""In a log's line of a step; the table on a terminal has more, on its right side without means."""
+_RIGHT = ("eval/mean", "eval/pass@1", "time/rollout", "time/train", "time/push", "perf/rollout_tok_s", "perf/mfu")
+_LEFT = (*SHOWN[:-1], "turns/mean", "group/dropped")
 
 
 class Watch:
@@ -40,6 +36,10 @@ class Watch:
         if recipe.wandb:
             settings = json.loads(recipe.model_dump_json())
             self._wandb = require("wandb", "wandb").init(project="glm5-rl", name=recipe.name, config=settings, dir=out)
+        is_wide = columns(self._stream) >= LEAST_WIDTH
+        self._live = (
+            ProgressTable(recipe.name, recipe.steps, first, self._stream, left=_LEFT, right=_RIGHT) if is_wide else None
+        )
         self._began = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -63,6 +63,9 @@ class Watch:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics after `step` steps."""
         self._write({"step": step, **metrics})
+        if self._live is not None:
+            self._live.step(step, metrics)
+            return
         shown = ", ".join(f"{name} {metrics[name]:.4g}" for name in SHOWN if name in metrics)
         left = self._recipe.steps - step
         eta = clock_of((time.monotonic() - self._began) / max(1, step - self._first) * left)
@@ -71,7 +74,15 @@ class Watch:
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of an evaluation after `step` steps."""
         self._write({"step": step, **metrics})
+        if self._live is not None:
+            self._live.held_out(metrics)
+            return
         self._say(f"{self._recipe.name} {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+    def release(self) -> None:
+        """Other output follows."""
+        if self._live is not None:
+            self._live.release()
 
     def _say(self, text: str) -> None:
         self._stream.write(text + "\n")
@@ -90,10 +101,18 @@ class Watch:
             self._wandb.log(numbers, step=record["step"])
 
 
+def check_extras(recipe: RLRecipe) -> None:
+    """Raises MissingExtra where the recipe asks for a package that is not installed."""
+    if recipe.tensorboard:
+        check_board()
+    if recipe.wandb:
+        require("wandb", "wandb")
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The records of a metrics file, in order; a cut-off last line is left out."""
-    found: list[dict[str, Any]] = []
+    found: list[Any] = []
     if file.exists():
-        with suppress(ValueError):
-            found.extend(json.loads(line) for line in file.read_text(encoding="utf-8").splitlines())
-    return found
+        with suppress(ValueError, RecursionError):
+            found.extend(json.loads(line) for line in read_bounded_text(file, TABLES, TrainingError).splitlines())
+    return [line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int)]

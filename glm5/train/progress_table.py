@@ -10,7 +10,7 @@ The mean is over the last MEAN_OF steps. Call `release` before other output, so 
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 LEFT = ("loss", "mtp", "index", "mtp index", "balance", "trunk norm", "indexer norm", "excess load")
@@ -20,15 +20,24 @@ LEAST_SECONDS = 0.1
 
 
 class ProgressTable:
-    """The table of a stage of `total` steps, of which `first` are done."""
+    """The table of a stage of `total` steps, of which `first` are done. `left` and `right`: the metrics shown; those on
+    the left with their means."""
 
     def __init__(
-        self, title: str, total: int, first: int, stream: TextIO, clock: Callable[[], float] = time.monotonic
+        self,
+        title: str,
+        total: int,
+        first: int,
+        stream: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        left: Sequence[str] = LEFT,
+        right: Sequence[str] = RIGHT,
     ) -> None:
         self._title, self._total, self._first, self._done = title, total, first, first
-        self._stream, self._clock = stream, clock
+        self._stream, self._clock, self._left, self._right = stream, clock, left, right
         self._metrics: dict[str, float] = {}
-        self._recent: dict[str, deque[float]] = {name: deque(maxlen=MEAN_OF) for name in LEFT}
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=MEAN_OF) for name in left}
         self._start, self._drawn_at, self._height = clock(), float("-inf"), 0
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -58,14 +67,14 @@ class ProgressTable:
             f"{self._title}  {self._done}/{self._total} [{'#' * filled}{'.' * (BAR - filled)}]  "
             f"{each:.3g} s a step, ETA {clock_of(each * (self._total - self._done))}"
         )
-        left = [f"{name:16}{self._metrics[name]:>10.4g}   {self._mean(name):14}" for name in self._shown(LEFT)]
-        right = [f"{name:18}{_format_value(self._metrics[name]):>14}" for name in self._shown(RIGHT)]
+        left = [f"{name:16}{self._metrics[name]:>10.4g}   {self._mean(name):14}" for name in self._shown(self._left)]
+        right = [f"{name:18}{_format_value(self._metrics[name]):>14}" for name in self._shown(self._right)]
         height = max(len(left), len(right))
         left += [" " * 43] * (height - len(left))
         right += [""] * (height - len(right))
         return [head, *(f"{a:43}  {b}".rstrip() for a, b in zip(left, right, strict=True))]
 
-    def _shown(self, names: tuple[str, ...]) -> list[str]:
+    def _shown(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if name in self._metrics]
 
     def _mean(self, name: str) -> str:

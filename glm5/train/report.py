@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5.common.atomic import atomic_write
+from glm5.common.plot import STYLE, plot
 from glm5.config.train import Recipe
 from glm5.train.metrics import read_metrics
 
@@ -22,11 +23,8 @@ CURVES = (
     ("mfu",),
 )
 """Metrics that share a plot; those without values are left out."""
-WIDTH, HEIGHT, MOST_POINTS = 640, 180, 1000
-COLOURS = ("#1f5fbf", "#c2410c")
-STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd }
-svg { width: 100%; background: #fafafa } figcaption span { margin-right: 1rem } figure { margin: 1.5rem 0 }"""
+PAGE_STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd }"""
 
 
 def write_report(out: Path, recipe: Recipe) -> Path:
@@ -37,15 +35,20 @@ def write_report(out: Path, recipe: Recipe) -> Path:
     for stage in recipe.stage:
         starts[stage.name] = done
         done += stage.steps
-    plots = [_plot(names, records, starts, done) for names in CURVES]
-    title = html.escape(recipe.name)
-    page = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-        f"<h1>{title}</h1>{_table(records, recipe)}{''.join(plots)}</html>\n"
-    )
-    with atomic_write(out / "report.html") as handle:
-        handle.write(page)
-    return out / "report.html"
+    marks = list(starts.values())
+    plots = [plot({name: _points(name, records, starts) for name in names}, done, marks) for names in CURVES]
+    return write_page(out / "report.html", recipe.name, _table(records, recipe) + "".join(plots))
+
+
+def write_page(path: Path, title: str, body: str) -> Path:
+    """Write a report, atomically; returns its path."""
+    title = html.escape(title)
+    with atomic_write(path) as handle:
+        handle.write(
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+            f"<style>{PAGE_STYLE}\n{STYLE}</style><h1>{title}</h1>{body}</html>\n"
+        )
+    return path
 
 
 def _table(records: Sequence[Mapping[str, Any]], recipe: Recipe) -> str:
@@ -63,37 +66,6 @@ def _table(records: Sequence[Mapping[str, Any]], recipe: Recipe) -> str:
     return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{''.join(rows)}</table>"
 
 
-def _plot(names: Sequence[str], records: Sequence[Mapping[str, Any]], starts: Mapping[str, int], total: int) -> str:
-    """A plot; empty where no record has any of the names. Dashed lines separate the stages."""
-    curves = {name: _points(name, records, starts) for name in names}
-    curves = {name: points for name, points in curves.items() if points}
-    if not curves:
-        return ""
-    values = [value for points in curves.values() for _, value in points]
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    lines = [
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}" stroke="#bbb" stroke-dasharray="4"/>'
-        for start in starts.values()
-        if start and (x := WIDTH * start / total)
-    ]
-    captions: list[str] = []
-    for colour, (name, points) in zip(COLOURS, curves.items(), strict=False):
-        coordinates = " ".join(
-            f"{WIDTH * step / total:.1f},{HEIGHT - 4 - (HEIGHT - 8) * (value - low) / span:.1f}"
-            for step, value in points
-        )
-        lines.append(f'<polyline points="{coordinates}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        captions.append(f'<span style="color:{colour}">{html.escape(name)}, last {points[-1][1]:.4g}</span>')
-    label = html.escape(", ".join(curves))
-    return (
-        f'<figure><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label} by step">{"".join(lines)}</svg>'
-        f"<figcaption>{''.join(captions)}from {low:.4g} to {high:.4g}</figcaption></figure>"
-    )
-
-
-def _points(name: str, records: Sequence[Mapping[str, Any]], starts: Mapping[str, int]) -> list[tuple[int, float]]:
-    """(step of the run, value), thinned to at most MOST_POINTS points."""
-    found = [(starts[record["stage"]] + record["step"], record[name]) for record in records if name in record]
-    every = -(-len(found) // MOST_POINTS)
-    return found[::every] if every > 1 else found
+def _points(name: str, records: Sequence[Mapping[str, Any]], starts: Mapping[str, int]) -> list[tuple[float, float]]:
+    """(step of the run, value)."""
+    return [(starts[record["stage"]] + record["step"], record[name]) for record in records if name in record]

@@ -164,6 +164,13 @@ class Page:
         if "errorText" in answer or not self._loaded.wait(TIMEOUT):
             raise ProtocolError(f"{url}: {answer.get('errorText', 'not loaded in time')}")
 
+    def follow(self, selector: str) -> None:
+        """Click a link and wait for its page."""
+        self._loaded.clear()
+        self.click(selector)
+        if not self._loaded.wait(TIMEOUT):
+            raise ProtocolError(f"{selector}: its page was not loaded in time")
+
     def forget(self, url: str) -> None:
         """Leave for an address without scripts and be as new: nothing stored for it, emulated, added, complained of."""
         self.open(url)

@@ -19,7 +19,9 @@ from typing import Any
 from PIL import Image, PngImagePlugin
 
 from tests.browser.devtools import Browser, Page, find_browser
+from tests.browser.run_pages import run_pages
 from tests.browser.scripted import DONE, Answer, Gate, Script, create_app, delta, running, said, usage
+from tests.support.rl_run import write_run
 
 CLOCK = Path(__file__).with_name("clock.js").read_text(encoding="utf-8")
 NUM_COLORS = 256
@@ -94,26 +96,35 @@ def dashboard_picture(page: Page, script: Script) -> None:
     page.run("await clock.turn(a, b)", NUM_POLLS - 1, POLL_SECONDS)
 
 
+def rollouts_picture(page: Page, script: Script) -> None:
+    """A rollout of a hidden number, its tokens coloured by the trainer's ratio."""
+    page.open(f"{page.run_url}/steps/3/groups/12?colour=ratio&rollout=4")
+
+
 PICTURES: dict[str, tuple[Callable[[Page, Script], None], tuple[int, int]]] = {
     "chat": (chat_picture, (1280, 950)),
     "dashboard": (dashboard_picture, (1280, 925)),
+    "rollouts": (rollouts_picture, (1280, 900)),
 }
 
 
 def take(browser: Browser, folder: Path) -> list[Path]:
     """Make every picture, as `folder/NAME.png`."""
     paths = []
-    for name, (compose, size) in PICTURES.items():
-        script = Script()
-        with running(create_app(script)) as url, browser.page(*size) as page:
-            page.url = url
-            page.add_script(CLOCK)
-            page.prefer("light")
-            compose(page, script)
-            page.run("await document.fonts.ready; await new Promise(requestAnimationFrame)")
-            text = " ".join(page.text("body").split())
-            paths.append(_save(page.screenshot(), text, folder / f"{name}.png"))
-            assert not page.problems, page.problems
+    with tempfile.TemporaryDirectory() as runs:
+        write_run(Path(runs) / "rl-guess", num_groups=15, size=16)
+        for name, (compose, size) in PICTURES.items():
+            script = Script()
+            servers = running(create_app(script)), run_pages(Path(runs) / "rl-guess")
+            with servers[0] as url, servers[1] as run_url, browser.page(*size) as page:
+                page.url, page.run_url = url, run_url
+                page.add_script(CLOCK)
+                page.prefer("light")
+                compose(page, script)
+                page.run("await document.fonts.ready; await new Promise(requestAnimationFrame)")
+                text = " ".join(page.text("body").split())
+                paths.append(_save(page.screenshot(), text, folder / f"{name}.png"))
+                assert not page.problems, page.problems
     return paths
 
 

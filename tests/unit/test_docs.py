@@ -78,7 +78,7 @@ def parses(line: str) -> bool:
     if program == "make":
         targets = re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text(), flags=re.MULTILINE)
         return all(word in targets or "=" in word for word in words)
-    if words[0] in NOT_RUN or (words[0] in COMMANDS and words[1:] in ([], ["--help"])):
+    if words[0] in NOT_RUN or " ".join(words).removesuffix(" --help") in COMMANDS:
         return True
     try:
         return callable(parse(words).run)

@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 
 from glm5.serve.page import pages
 
-FOLDER = files("glm5.serve.page").joinpath("static")
-NAMES = sorted(entry.name for entry in FOLDER.iterdir())
-TEXTS = {name: FOLDER.joinpath(name).read_text(encoding="utf-8") for name in NAMES}
+FOLDERS = [files(package).joinpath("static") for package in ("glm5.serve.page", "glm5.common")]
+TEXTS = {entry.name: entry.read_text(encoding="utf-8") for folder in FOLDERS for entry in folder.iterdir()}
+NAMES = sorted(TEXTS)
 DOCUMENTS = {"/": "index.html", "/dashboard": "dashboard.html"}
 MAX_LINES = 500  # of scripts and style sheets, as for Python
 

@@ -3,7 +3,8 @@
 import json
 import xml.etree.ElementTree as ElementTree
 
-from glm5.train.report import MOST_POINTS, WIDTH, write_report
+from glm5.common.plot import MOST_POINTS, WIDTH
+from glm5.train.report import write_report
 from tests.support.training import recipe, stage
 
 

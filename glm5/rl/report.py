@@ -1,0 +1,62 @@
+"""OUT/report.html: a page without scripts, with the run's figures at its beginning and end, and curves of all."""
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from glm5.common.plot import plot
+from glm5.config.rl import RLRecipe
+from glm5.rl.watch import FILE, read_lines
+from glm5.train.report import write_page
+
+REPORT = "report.html"
+TOGETHER = (
+    ("reward/mean", "eval/mean"),
+    ("reward/std", "reward/frac_zero_std"),
+    ("entropy",),
+    ("kl/mismatch",),
+    ("logp/abs_diff", "logp/abs_diff_max"),
+    ("is/ratio_min", "is/ratio_mean", "is/ratio_p99", "is/ratio_max"),
+    ("is/mask_frac", "is/mask_frac_low", "is/mask_frac_high"),
+    ("is/ess",),
+    ("adv/min", "adv/mean", "adv/max"),
+    ("len/mean", "len/max"),
+    ("staleness/mean", "staleness/max"),
+    ("group/padded", "group/dropped"),
+    ("time/step", "time/rollout", "time/train", "time/push", "time/record"),
+)
+"""Metrics that share a plot, in this order; all others follow, each in a plot of its own."""
+_IN_TABLE = ("reward/mean", "eval/mean", "entropy", "len/mean", "turns/mean", "time/step", "perf/rollout_tok_s")
+
+
+def write_report(out: Path, recipe: RLRecipe) -> Path:
+    """Write the page from metrics.jsonl, atomically; returns its path."""
+    lines = read_lines(out / FILE)
+    return write_page(out / REPORT, recipe.name, table(lines) + "".join(plots(lines, recipe.steps)))
+
+
+def plots(lines: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
+    """A figure for each group of metrics that were recorded."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                found.setdefault(name, []).append((line["step"], value))
+    passes = tuple(name for name in found if name.startswith("eval/pass@"))
+    shared = {name for names in TOGETHER for name in names} | set(passes)
+    groups = (*TOGETHER, passes, *((name,) for name in sorted(found) if name not in shared))
+    figures = (plot({name: found.get(name, []) for name in names}, steps) for names in groups)
+    return [figure for figure in figures if figure]
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The first and the last value of the figures that are most asked for."""
+    rows: list[str] = []
+    for name in _IN_TABLE:
+        values = [line[name] for line in lines if name in line]
+        if values:
+            cells = "".join(f"<td>{value:.4g}</td>" for value in (values[0], values[-1]))
+            rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
+    return f"<table><tr><th></th><th>first</th><th>last</th></tr>{''.join(rows)}</table>"

@@ -1,0 +1,66 @@
+"""A small server of a run's pages, for one reader on the same machine: the standard library's, without scripts."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from glm5.common.errors import GlmError
+from glm5.common.pages import HEADERS, page_file
+from glm5.rl.view.pages import NoPage, RunPages, message_page
+
+logger = logging.getLogger(__name__)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """GET and HEAD of pages, style sheets and the icon."""
+
+    pages: RunPages
+    timeout = 30  # seconds that a connection may stand still
+
+    def do_GET(self) -> None:
+        status, content, kind = self._answer()
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug(format, *args)
+
+    def _answer(self) -> tuple[int, bytes, str]:
+        """Status, content and media type."""
+        try:
+            address = urlsplit(self.path)
+            path = [unquote(part) for part in address.path.split("/") if part]
+            query = dict(parse_qsl(address.query, max_num_fields=10))
+            if len(path) == 2 and path[0] == "page":
+                if (file := page_file(path[1], "glm5.rl.view")) is None:
+                    raise NoPage
+                return 200, *file
+            return 200, self.pages.page(path, query).encode("utf-8", "replace"), "text/html"
+        except (NoPage, ValueError):  # urllib's errors are ValueErrors
+            return 404, message_page("There is no such page.").encode(), "text/html"
+        except GlmError as error:
+            return 500, message_page(str(error)).encode("utf-8", "replace"), "text/html"
+
+
+@contextmanager
+def serving(out: Path, host: str, port: int) -> Iterator[ThreadingHTTPServer]:
+    """A server of the run in `out`, listening; the caller calls `serve_forever`. Raises GlmError."""
+    if not (out / "recipe.json").is_file():
+        raise GlmError(f"{out} is no folder of a run of glm5 rl: it has no recipe.json")
+    try:
+        server = ThreadingHTTPServer((host, port), type("Handler", (_Handler,), {"pages": RunPages(out)}))
+    except OSError as error:
+        raise GlmError(f"{host}, port {port}: {error.strerror or error}; --port 0 takes any free one") from None
+    server.daemon_threads = True
+    with server:
+        yield server

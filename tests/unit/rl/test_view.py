@@ -1,0 +1,185 @@
+"""The pages of a run: all are there, what they show is escaped, and a wrong address or a damaged record is one line."""
+
+import threading
+import xml.etree.ElementTree as ElementTree
+
+import httpx
+import pytest
+
+from glm5.common.errors import GlmError
+from glm5.common.plot import plot
+from glm5.config.rl import RLRecipe
+from glm5.rl.records.store import Records
+from glm5.rl.report import write_report
+from glm5.rl.rollout import Group
+from glm5.rl.view import pages
+from glm5.rl.view.server import serving
+from glm5.rl.view.tokens import COLOURS, Token, tokens_of
+from tests.support.rl_run import random_rollout, task_of, write_run
+from tests.unit.rl.test_records import write
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run, and a client of its pages."""
+    out = tmp_path_factory.mktemp("runs") / "guess<1>"
+    write_run(out)
+    with serving(out, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.server_port}") as client:
+            yield out, client
+        server.shutdown()
+        thread.join()
+
+
+def body(text: str) -> ElementTree.Element:
+    return ElementTree.fromstring(text[text.index("<body>") : text.index("</html>")])
+
+
+def words(element) -> str:
+    return " ".join("".join(element.itertext()).split())
+
+
+def test_the_run_has_steps_and_curves(run):
+    page = body(run[1].get("/").text)
+    assert [words(one).split()[0] for one in page.findall(".//main/p/a")] == ["1", "2", "3"]
+    labels = [one.get("aria-label") for one in page.findall(".//svg")]
+    assert labels == ["reward/mean, eval/mean by step", "entropy by step", "time/step by step"]
+
+
+def test_groups_come_by_reward(run):
+    page = body(run[1].get("/steps/2").text)
+    rows = [[words(cell) for cell in row.findall("td")] for row in page.findall(".//tr")][1:]
+    means = [float(row[4]) for row in rows]
+    assert means == sorted(means, reverse=True)
+    assert sorted(row[0] for row in rows) == ["0", "1", "2", "3"]
+    for chips in page.findall(".//tr")[1:]:
+        rewards = [float(one.text or "") for one in chips.findall(".//span")]
+        assert rewards == sorted(rewards, reverse=True)
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_a_conversation_is_shown_token_by_token(run, colour):
+    out, client = run
+    trace = Records(out).group(3, 1)[2]
+    page = body(client.get("/steps/3/groups/1", params={"rollout": 2, "colour": colour}).text)
+    spans = page.findall(".//section[@class='segment sampled']/p/span")
+    tokens = [token for node in trace.nodes if node.sampled for _, token in tokens_of(node)]
+    assert [one.get("title") for one in spans] == [token.facts().replace("\n", " ") for token in tokens]
+    assert [one.get("class") for one in spans] == [COLOURS[colour][0](token, 0.6) for token in tokens]
+    assert "".join(one.text or "" for one in spans) == "".join(
+        f"<think>{one['reasoning_content']}</think>{one['content']}<|user|>"
+        for one in trace.info.messages
+        if one["role"] == "assistant"
+    )
+    assert words(page.findall(".//section")[0]).endswith("<|user|>Guess 1 to 15<|assistant|>")
+
+
+def test_colours_of_a_token():
+    token = Token(-1.5, 0, -1.0, -0.25, 0.0, 1.0, masked=True)
+    kinds = {name: paint(token, 0.5) for name, (paint, _) in COLOURS.items()}
+    assert kinds == {"log-probability": "q2", "ratio": "p4", "advantage": "n2", "mask": "masked"}
+    untrained = Token(-90.0, 0, None, None, None, None, masked=None)
+    kinds = {name: paint(untrained, 0.5) for name, (paint, _) in COLOURS.items()}
+    assert kinds == {"log-probability": "q5", "ratio": "", "advantage": "", "mask": ""}
+    assert "trainer" not in untrained.facts()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/steps/9",
+        "/steps/x",
+        "/steps/-1",
+        "/steps/1/groups/4",
+        "/steps/1/groups/0?rollout=8",
+        "/steps/1/groups/0?colour=red",
+        "/steps/1/groups/0?rollout=%31%00",
+        "/page/pages.py",
+        "/page/..%2fpages.py",
+        "/nothing",
+        "/steps/" + "9" * 400,
+    ],
+)
+def test_other_addresses_are_not_found(run, path):
+    answer = run[1].get(path)
+    assert (answer.status_code, "There is no such page." in answer.text) == (404, True)
+
+
+def test_pages_are_sent_with_what_keeps_them_safe(run):
+    for path in ("/", "/page/base.css", "/page/view.css", "/page/icon.svg", "/nothing"):
+        answer = run[1].get(path)
+        assert "script-src 'self'" in answer.headers["Content-Security-Policy"]
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert "<script" not in answer.text
+        assert " style=" not in answer.text
+    head = run[1].head("/steps/1")
+    assert (head.content, int(head.headers["Content-Length"])) == (b"", len(run[1].get("/steps/1").content))
+
+
+def test_texts_are_escaped_and_long_lists_divided(tmp_path, run, monkeypatch):
+    from random import Random
+
+    evil = "<script>alert(1)</script>"
+    task = task_of(1)
+    rollouts = [random_rollout(Random(one), task) for one in range(3)]
+    rollouts[0].messages = []
+    rollouts[1].metrics = {evil: 1.0}
+    rollouts[2].failure, rollouts[2].failure_reason = "sandbox", evil
+    write_run(tmp_path / "run")
+    write(tmp_path / "run", 9, [Group(0, task, rollouts)] * 3)
+    monkeypatch.setattr(pages, "MAX_GROUPS", 2)
+    monkeypatch.setattr(pages, "MAX_CHIPS", 1)
+    of = pages.RunPages(tmp_path / "run")
+    for number in range(3):
+        text = of.page(["steps", "9", "groups", "0"], {"rollout": str(number)})
+        body(text)
+        assert "<script" not in text
+    page = body(of.page(["steps", "9"], {"first": "2"}))
+    assert len(page.findall(".//tr")) == 2
+    assert "and 2 more" in words(page)
+    assert words(page.findall(".//main/p")[0]) == "Groups from 0 2 of 3"
+
+
+def test_a_damaged_record_is_one_line(tmp_path):
+    write_run(tmp_path / "run")
+    path = Records(tmp_path / "run").path(2)
+    path.write_bytes(path.read_bytes()[:40])
+    with serving(tmp_path / "run", "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        answer = httpx.get(f"http://127.0.0.1:{server.server_port}/steps/2")
+        thread.join()
+    assert (answer.status_code, "it ends too early" in answer.text) == (500, True)
+
+
+def test_only_a_run_is_served(tmp_path, run):
+    with pytest.raises(GlmError, match=r"no recipe\.json"), serving(tmp_path, "127.0.0.1", 0):
+        pass
+    with (
+        serving(run[0], "127.0.0.1", 0) as server,
+        pytest.raises(GlmError, match="--port 0"),
+        serving(run[0], "127.0.0.1", server.server_port),
+    ):
+        pass
+
+
+def test_the_report_has_a_table_and_every_metric(tmp_path):
+    write_run(tmp_path / "run")
+    recipe = RLRecipe.model_validate(
+        {"name": "a", "steps": 3, "lr": 1.0, "model": {"preset": "nano"}, "environment": [{"name": "guess"}]}
+    )
+    text = write_report(tmp_path / "run", recipe).read_text()
+    page = ElementTree.fromstring(f"<page>{text[text.index('<h1>') : text.index('</html>')]}</page>")
+    assert [row.findtext("th") for row in page.findall(".//tr")][1:] == [
+        "reward/mean",
+        "eval/mean",
+        "entropy",
+        "time/step",
+    ]
+    assert len(page.findall(".//svg")) == 3
+
+
+def test_a_plot_without_points_is_empty():
+    assert plot({"a": []}, 3) == ""

@@ -1,0 +1,74 @@
+"""What is told of a run: lines of JSON, a line or a table on the terminal, TensorBoard's and Weights & Biases' own."""
+
+import io
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from glm5.common.errors import MissingExtra
+from glm5.config.rl import RLRecipe
+from glm5.rl import watch
+from glm5.rl.watch import FILE, Watch, check_extras, read_lines
+
+
+def recipe_of(**changes) -> RLRecipe:
+    values = {"name": "a", "steps": 3, "lr": 1.0, "model": {"preset": "nano"}, "environment": [{"name": "guess"}]}
+    return RLRecipe.model_validate(values | changes)
+
+
+FIGURES = {"reward/mean": 0.25, "entropy": 1 / 3, "time/train": 2.0, "perf/mfu": 0.4}
+
+
+def test_lines_of_a_log(tmp_path):
+    stream = io.StringIO()
+    with Watch(tmp_path, recipe_of(), 0, stream) as of:
+        of.evaluated(0, {"eval/mean": 0.1})
+        of.step(1, FIGURES)
+        of.release()
+    assert stream.getvalue().splitlines()[0] == "a 0: eval/mean 0.1"
+    assert stream.getvalue().splitlines()[1].startswith("a 1/3: reward/mean 0.25, entropy 0.3333, ETA ")
+    assert read_lines(tmp_path / FILE) == [{"step": 0, "eval/mean": 0.1}, {"step": 1, **FIGURES, "entropy": 0.333333}]
+
+
+def test_repeated_and_foreign_lines_are_left_out(tmp_path):
+    lines = ['{"step": 1}', "[1]", '{"step": "x"}', '{"step": 2}', '{"step": 3', '{"step": 4}']
+    (tmp_path / FILE).write_text("\n".join(lines))
+    assert read_lines(tmp_path / FILE) == [{"step": 1}, {"step": 2}]
+    with Watch(tmp_path, recipe_of(), 1, io.StringIO()):
+        pass
+    assert read_lines(tmp_path / FILE) == [{"step": 1}]
+
+
+def test_a_wide_terminal_gets_a_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "columns", lambda _: 120)
+    monkeypatch.setattr("glm5.train.progress_table.columns", lambda _: 120)
+    stream = io.StringIO()
+    with Watch(tmp_path, recipe_of(), 0, stream) as of:
+        of.step(3, FIGURES)
+        of.evaluated(3, {"eval/mean": 0.5})
+    lines = stream.getvalue().rpartition("\x1b[")[0].split("\x1b[2K")
+    assert "a  3/3 [######" in lines[1]
+    assert lines[2].split() == ["reward/mean", "0.25", "mean", "0.25", "time/train", "2"]
+    assert "eval/mean" in stream.getvalue()
+
+
+def test_extras_get_every_figure(tmp_path, monkeypatch):
+    found = []
+    writer = SimpleNamespace(add_scalar=lambda *one: found.append(one), close=lambda: found.append("closed"))
+    board = SimpleNamespace(SummaryWriter=lambda folder: writer)
+    run = SimpleNamespace(log=lambda values, step: found.append((step, values)), finish=lambda: found.append("ended"))
+    monkeypatch.setattr(watch, "check_board", lambda: board)
+    monkeypatch.setattr(watch, "require", lambda module, extra: SimpleNamespace(init=lambda **about: run))
+    recipe = recipe_of(tensorboard=True, wandb=True)
+    check_extras(recipe)
+    with Watch(tmp_path, recipe, 0, io.StringIO()) as of:
+        of.step(1, {"reward/mean": 0.25})
+    assert found == [("reward/mean", 0.25, 1), (1, {"reward/mean": 0.25}), "closed", "ended"]
+
+
+def test_a_missing_extra_is_named_before_the_training(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(MissingExtra, match=r"glm5\[wandb\]"):
+        check_extras(recipe_of(wandb=True))
+    assert json.dumps(check_extras(recipe_of())) == "null"
