@@ -51,9 +51,9 @@ class PassRows:
 
     def load(self, ids_T: Tensor, view: StepView) -> None:
         """Copy the rows of `view`. Kernels do not read further columns of the page table."""
-        own, columns = self.view, view.table_BP.shape[1]
+        own, columns = self.view, min(self.view.table_BP.shape[1], view.table_BP.shape[1])
         self.id_T.copy_(ids_T)
-        own.table_BP[:, :columns].copy_(view.table_BP.index_select(0, view.group_T))
+        own.table_BP[:, :columns].copy_(view.table_BP[:, :columns].index_select(0, view.group_T))
         own.positions_T.copy_(view.positions_T)
         own.end_T.copy_(view.end_T)
         own.slot_mapping_T.copy_(view.slot_mapping_T)
