@@ -17,6 +17,8 @@ from glm5.model.glm5 import Glm5
 from glm5.rl.environments.play import play_oracle, play_randomly
 from glm5.rl.environments.protocol import Environment, Message, Task
 from glm5.rl.environments.table import make
+from glm5.rl.sandbox.backends import Backend
+from glm5.rl.sandbox.choice import choose_backend
 from glm5.train.build import TEMPLATE, build_model, model_config, with_tokenizer
 from glm5.train.state import writing_to
 
@@ -65,6 +67,26 @@ class PolicyBuilder:
             kv_cache_memory_bytes=None if cfg.kv_cache_gb is None else int(cfg.kv_cache_gb * _GIB),
             num_threads=self.recipe.threads or (1 if device.type == "cpu" else None),
         )
+
+    def sandbox(self, *, unsafe_local: bool) -> Backend | None:
+        """What boxes are made of; None where no task runs what the policy writes. Raises ConfigError where one would at
+        once, and no box can be had; where only later levels of a ladder do, their rollouts will be left out."""
+        boxed = {one.name: self.environments[one.name].sandbox_levels for one in self.recipe.environment}
+        sections = [one for one in self.recipe.environment if one.level in boxed[one.name]]
+        climbing = [
+            one for one in self.recipe.environment if one.ladder and max(boxed[one.name], default=0) > one.level
+        ]
+        if not sections and not climbing:
+            return None
+        try:
+            backend = choose_backend(unsafe_local=unsafe_local)
+        except ConfigError as error:
+            if sections:
+                raise ConfigError(f"environment {sections[0].name}: {error}") from None
+            logger.warning("levels of %s that run programs are left out: %s", climbing[0].name, error)
+            return None
+        logger.warning("%s", backend.notice)
+        return backend
 
     @property
     def num_rollouts(self) -> int:

@@ -23,16 +23,15 @@ from glm5.rl.training.repair import Repairs, repair
 from glm5.rl.training.scores import ScoreKeeper, Scores, number_tokens
 from glm5.rl.training.sequences import sequences_of_step
 from glm5.train.batch import Batch
-from glm5.train.loop import deterministic
+from glm5.train.loop import deterministic, torch_threads
 from glm5.train.master_weights import MasterWeights
 
 
 @contextmanager
 def arithmetic(recipe: RLRecipe, device: torch.device) -> Iterator[None]:
     """Inside the block, torch computes as the recipe says: the number of threads, deterministic algorithms."""
-    if device.type == "cpu":
-        torch.set_num_threads(recipe.threads or 1)
-    with deterministic(enabled=recipe.rollouts.deterministic and device.type == "cuda"):
+    threads = recipe.threads or 1 if device.type == "cpu" else None
+    with torch_threads(threads), deterministic(enabled=recipe.rollouts.deterministic and device.type == "cuda"):
         yield
 
 
