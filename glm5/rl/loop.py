@@ -13,7 +13,8 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,14 +35,14 @@ from glm5.rl.records.store import RecordWriter
 from glm5.rl.report import REPORT, write_report
 from glm5.rl.rollout import Group
 from glm5.rl.rollouts.chat import TokenChat
-from glm5.rl.rollouts.collect import collect
+from glm5.rl.rollouts.collect import Draw, collect
 from glm5.rl.rollouts.harness import Harness
 from glm5.rl.rollouts.policy import Policy
+from glm5.rl.rollouts.refill import refilled
 from glm5.rl.state import RunState
 from glm5.rl.tasks import TaskSource
 from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
 from glm5.rl.training.policy import SPARSE
-from glm5.rl.training.repair import num_dropped, repair
 from glm5.rl.watch import Watch
 from glm5.train.metrics import flops_per_token, memory
 from glm5.train.stage_trainer import device_of
@@ -146,10 +147,8 @@ class Run:
         began = time.monotonic()
         groups = await self._alive(self._collect)
         rolled = time.monotonic()
-        try:
+        with self._naming_state():
             trained = await asyncio.to_thread(self.trainer.train, groups, self.number)
-        except TrainingError as error:
-            raise TrainingError(f"step {self.number + 1}: {error}. {self._saved_state}") from error
         stepped = time.monotonic()
         self.tasks.observe(groups)
         self.number += 1
@@ -177,27 +176,11 @@ class Run:
             self.records.write(self.number, self.recipe.steps, digests(self.trainer.learnt()), groups, columns)
 
     async def _collect(self) -> list[Group]:
-        """The groups of a step. Dropped ones are among them, to be counted, and others in their place: at most as many
-        as a step has."""
-        cfg, num_drawn = self.recipe.rollouts, 0
-        groups: list[Group] = []
-        draws = self.tasks.draws(self.number)
-        while draws:
-            groups += await collect(
-                self.harness, draws, cfg.group_size, run_seed=self.recipe.seed, concurrency=cfg.concurrency
-            )
-            missing = min(num_dropped(groups), cfg.groups)
-            draws = self.tasks.replacements(self.number, range(num_drawn, missing))
-            num_drawn = missing
-        kept, repairs = repair(groups)
-        if not kept:
-            reason = next((one.failure_reason for group in groups for one in group.rollouts if one.failure), "")
-            failures = ", ".join(f"{number} {kind}" for kind, number in repairs.failures.items())
-            raise TrainingError(
-                f"step {self.number + 1}: none of {len(groups)} groups of rollouts can be trained on; failed: "
-                f"{failures}; the first: {reason or 'no token was sampled'}. {self._saved_state}"
-            )
-        return groups
+        return await refilled(self._play, self.tasks, self.number)
+
+    async def _play(self, draws: Sequence[Draw]) -> list[Group]:
+        cfg, seed = self.recipe.rollouts, self.recipe.seed
+        return await collect(self.harness, draws, cfg.group_size, run_seed=seed, concurrency=cfg.concurrency)
 
     async def _evaluate(self) -> None:
         chat, cfg = self.harness.chat, self.recipe.evaluation
@@ -212,24 +195,32 @@ class Run:
 
     async def _alive(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do what needs the engine. Where the engine dies, it is started again with the current weights, once."""
+        is_dead = False
+        while True:
+            with self._naming_state():
+                try:
+                    if is_dead:
+                        await self._start_engine()
+                    return await action()
+                except (EngineDead, ExceptionGroup) as error:
+                    cause = _cause(error)
+                    if not isinstance(cause, EngineDead):
+                        raise cause from error
+                    if self.has_restarted:
+                        raise TrainingError(f"the engine was started again once, and ended again: {cause}") from error
+            logger.warning("the engine ended: %s; it is started again with the weights of step %d", cause, self.number)
+            is_dead = self.has_restarted = True
+
+    @contextmanager
+    def _naming_state(self) -> Iterator[None]:
+        """Errors in the block say which step it is, and which state is saved."""
         try:
-            return await action()
-        except (EngineDead, ExceptionGroup) as error:
-            cause = _cause(error)
-            if not isinstance(cause, EngineDead):
-                raise cause from error
-            if self.has_restarted:
-                raise TrainingError(
-                    f"the engine was started again once, and ended again: {cause}. {self._saved_state}"
-                ) from error
-        logger.warning("the engine ended: %s; it is started again with the weights of step %d", cause, self.number)
-        self.has_restarted = True
-
-        async def again() -> T:
-            await self._start_engine()
-            return await action()
-
-        return await self._alive(again)
+            yield
+        except TrainingError as error:
+            raise TrainingError(
+                f"step {self.number + 1}: {error}. The state of step {self.saved} is in {self.out}, and the same "
+                "command goes on from it"
+            ) from error
 
     async def _start_engine(self) -> None:
         if self.engine is not None:
@@ -241,10 +232,6 @@ class Run:
         self.harness = Harness(Policy(self.engine, self.recipe.rollouts), self.workers, chat)
         if self.number:
             await self._push()
-
-    @property
-    def _saved_state(self) -> str:
-        return f"The state of step {self.saved} is in {self.out}, and the same command goes on from it"
 
     def _export(self) -> None:
         with writing_to(self.folder):
