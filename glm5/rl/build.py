@@ -17,6 +17,7 @@ from glm5.model.glm5 import Glm5
 from glm5.rl.environments.play import play_oracle, play_randomly
 from glm5.rl.environments.protocol import Environment, Message, Task
 from glm5.rl.environments.table import make
+from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.sandbox.backends import Backend
 from glm5.rl.sandbox.choice import choose_backend
 from glm5.train.build import TEMPLATE, build_model, model_config, with_tokenizer
@@ -40,6 +41,7 @@ class PolicyBuilder:
         self.assets = self._assets()
         self.tokenizer = Tokenizer.from_dir(self.assets)
         self.template = ChatTemplate.for_checkpoint(self.assets, tokenizer=self.tokenizer)
+        self.chat = TokenChat(self.template, enable_thinking=recipe.rollouts.enable_thinking)
         self.cfg = with_tokenizer(model_config(recipe.model), recipe.model, self.tokenizer)
         if self.tokenizer.vocab_size > self.cfg.vocab_size:
             raise ConfigError(

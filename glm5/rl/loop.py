@@ -34,7 +34,6 @@ from glm5.rl.records.digest import digests
 from glm5.rl.records.store import RecordWriter
 from glm5.rl.report import REPORT, write_report
 from glm5.rl.rollout import Group
-from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.collect import Draw, collect
 from glm5.rl.rollouts.harness import Harness
 from glm5.rl.rollouts.policy import Policy
@@ -183,10 +182,10 @@ class Run:
         return await collect(self.harness, draws, cfg.group_size, run_seed=seed, concurrency=cfg.concurrency)
 
     async def _evaluate(self) -> None:
-        chat, cfg = self.harness.chat, self.recipe.evaluation
+        cfg = self.recipe.evaluation
         policy = Policy(self.harness.policy.engine, self.recipe.rollouts, greedy=cfg.samples == 1)
         draws = self.tasks.held_out(cfg.tasks)
-        found = await evaluate(Harness(policy, self.workers, chat), draws, cfg.samples, self.recipe.seed)
+        found = await evaluate(Harness(policy, self.workers, self.builder.chat), draws, cfg.samples, self.recipe.seed)
         self.watch.evaluated(self.number, found)
 
     async def _push(self) -> None:
@@ -228,8 +227,7 @@ class Run:
         self.engine = await asyncio.to_thread(self.builder.engine, self.folder, self.device)
         self.engine.start()
         self.trainer.check(self.engine.info.arithmetic)
-        chat = TokenChat(self.builder.template, enable_thinking=self.recipe.rollouts.enable_thinking)
-        self.harness = Harness(Policy(self.engine, self.recipe.rollouts), self.workers, chat)
+        self.harness = Harness(Policy(self.engine, self.recipe.rollouts), self.workers, self.builder.chat)
         if self.number:
             await self._push()
 

@@ -14,7 +14,6 @@ from glm5.model.glm5 import Glm5
 from glm5.rl.algorithms.table import preset_of
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.rollout import Group
-from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.training.exact import ExactPass
 from glm5.rl.training.objective import Coefficients, RLObjective
 from glm5.rl.training.packing import batches_of, pack
@@ -69,11 +68,10 @@ class PolicyTrainer:
         plan = self.recipe.warm_start
         if plan is None:
             return
-        chat = TokenChat(self.builder.template, enable_thinking=self.recipe.rollouts.enable_thinking)
         games = self.builder.shown_games(10**9, self.recipe.seed + 1)
         for _ in range(plan.steps):
             shown = [next(games) for _ in range(plan.conversations)]
-            examples = [chat.conversation(messages, task.tools) for task, messages in shown]
+            examples = [self.builder.chat.conversation(messages, task.tools) for task, messages in shown]
             yield self.step.run([_supervised(examples).to(self.device)], plan.lr)
 
     def begin(self) -> None:

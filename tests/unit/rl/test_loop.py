@@ -158,7 +158,7 @@ def test_errors_of_rollouts_are_told_as_they_are():
     async def fails():
         raise ExceptionGroup("a", [ExceptionGroup("b", [TrainingError("no task")])])
 
-    with pytest.raises(TrainingError, match="^step 5: no task. The state of step 2"):
+    with pytest.raises(TrainingError, match=r"^step 5: no task\. The state of step 2"):
         asyncio.run(Job()._alive(fails))
 
 
@@ -235,7 +235,7 @@ def test_a_killed_engine_is_started_again(done, tmp_path, monkeypatch, caplog):
 @pytest.mark.slow
 def test_an_engine_killed_twice_ends_the_run(tmp_path, monkeypatch):
     killing_engine(monkeypatch, [30, 60])
-    with pytest.raises(TrainingError, match="the engine was started again once, and ended again: .*SIGKILL"):
+    with pytest.raises(TrainingError, match=r"the engine was started again once, and ended again: .*SIGKILL"):
         run(small_recipe(tmp_path))
 
 
