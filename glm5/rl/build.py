@@ -13,6 +13,7 @@ from glm5.checkpoint.resolve import resolve
 from glm5.common.errors import ConfigError
 from glm5.config.rl import RLRecipe
 from glm5.engine import AsyncEngine
+from glm5.engine.cache.kv_cache import PAGE_SIZE
 from glm5.model.glm5 import Glm5
 from glm5.rl.environments.play import play_oracle, play_randomly
 from glm5.rl.environments.protocol import Environment, Message, Task
@@ -34,10 +35,7 @@ class PolicyBuilder:
 
     def __init__(self, recipe: RLRecipe, out: Path) -> None:
         self.recipe, self.out = recipe, out
-        self.environments = {one.name: make(one.name) for one in recipe.environment}
-        for one in recipe.environment:
-            if one.level >= (levels := self.environments[one.name].levels):
-                raise ConfigError(f"environment {one.name}: level: got {one.level}; allowed: 0 to {levels - 1}")
+        self.environments = environments_of(recipe)
         self.assets = self._assets()
         self.tokenizer = Tokenizer.from_dir(self.assets)
         self.template = ChatTemplate.for_checkpoint(self.assets, tokenizer=self.tokenizer)
@@ -55,8 +53,8 @@ class PolicyBuilder:
 
     def engine(self, folder: Path, device: torch.device) -> AsyncEngine:
         """An engine in a process of its own over the checkpoint in `folder`."""
-        cfg, at_once = self.recipe.rollouts, self.num_rollouts
-        needed = -(-cfg.max_model_len // 64) * 64 * at_once if device.type == "cpu" else None
+        cfg, at_once = self.recipe.rollouts, num_rollouts(self.recipe)
+        pages = num_pages(self.recipe) if device.type == "cpu" and cfg.kv_cache_gb is None else None
         return AsyncEngine(
             folder,
             device=str(device),
@@ -65,7 +63,7 @@ class PolicyBuilder:
             max_num_batched_tokens=max(at_once, 2048),
             num_speculative_tokens=cfg.num_speculative_tokens,
             deterministic=cfg.deterministic,
-            num_gpu_blocks_override=None if needed is None or cfg.kv_cache_gb is not None else needed // 64 + at_once,
+            num_gpu_blocks_override=pages,
             kv_cache_memory_bytes=None if cfg.kv_cache_gb is None else int(cfg.kv_cache_gb * _GIB),
             num_threads=self.recipe.threads or (1 if device.type == "cpu" else None),
         )
@@ -89,12 +87,6 @@ class PolicyBuilder:
             return None
         logger.warning("%s", backend.notice)
         return backend
-
-    @property
-    def num_rollouts(self) -> int:
-        """Rollouts that are under way at a time."""
-        cfg = self.recipe.rollouts
-        return min(cfg.groups * cfg.group_size, cfg.concurrency or 512, 1024)
 
     def shown_games(self, count: int, seed: int) -> Iterator[tuple[Task, list[Message]]]:
         """Conversations with legal replies, the environments in turn; tasks of the training seeds."""
@@ -124,6 +116,26 @@ class PolicyBuilder:
                 tokenizer.save(folder, chat_template=ChatTemplate.bundled(TEMPLATE).source)
             logger.info("learnt a tokenizer of %d tokens", tokenizer.vocab_size)
         return folder
+
+
+def environments_of(recipe: RLRecipe) -> dict[str, Environment]:
+    """The environments of a recipe by name. Raises ConfigError."""
+    found = {one.name: make(one.name) for one in recipe.environment}
+    for one in recipe.environment:
+        if one.level >= (levels := found[one.name].levels):
+            raise ConfigError(f"environment {one.name}: level: got {one.level}; allowed: 0 to {levels - 1}")
+    return found
+
+
+def num_rollouts(recipe: RLRecipe) -> int:
+    """Rollouts that are under way at a time."""
+    cfg = recipe.rollouts
+    return min(cfg.groups * cfg.group_size, cfg.concurrency or 512, 1024)
+
+
+def num_pages(recipe: RLRecipe) -> int:
+    """Pages of the KV cache that hold all conversations that are under way, and one more of each."""
+    return num_rollouts(recipe) * (-(-recipe.rollouts.max_model_len // PAGE_SIZE) + 1)
 
 
 def _played(environment: Environment, task: Task, random: Random) -> list[list[Message]]:
