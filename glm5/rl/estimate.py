@@ -67,7 +67,7 @@ def estimate(recipe: RLRecipe) -> str:
         [
             *lines,
             f"time: about {format_duration(seconds * recipe.steps)}, {seconds:.3g} s a step ({source})",
-            f"{recipe.folder}: {state / GIB:.3g} GiB a state, {recipe.records.max_gb:g} for records, {free / GIB:.3g} free",
+            f"{recipe.folder}: a state {state / GIB:.3g} GiB, records {recipe.records.max_gb:g}; {free / GIB:.3g} free",
             "recipe:",
             json.dumps(json.loads(recipe.model_dump_json()), indent=2),
         ]
