@@ -1,7 +1,7 @@
 """`glm5 rl`: reinforcement learning by a recipe."""
 
 import argparse
-import json
+import os
 
 from glm5.cli.flags import add_flags, read
 from glm5.cli.parser import Parser
@@ -16,13 +16,17 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = read(RLConfig, args)
     recipe = read_rl_recipe(settings.recipe, settings.set)
+    if recipe.rollouts.deterministic:  # torch requires it for deterministic matrix products on a GPU
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if settings.dry_run:
-        out(json.dumps(json.loads(recipe.model_dump_json()), indent=2))
+        from glm5.rl.estimate import estimate
+
+        out(estimate(recipe))
         return 0
     from glm5.rl.loop import run as train
     from glm5.rl.watch import check_extras
 
     check_extras(recipe)  # a missing package should fail before the training
 
-    out(f"trained: {train(recipe, restart=settings.restart)}")
+    out(f"trained: {train(recipe, restart=settings.restart, unsafe_local=settings.unsafe_local)}")
     return 0

@@ -93,7 +93,8 @@ class Rollouts(Section):
     temperature: Annotated[float, Field(ge=0.1, le=2)] = 1.0
     """Not published."""
     top_p: Share = 1.0
-    top_k: Annotated[int, Field(ge=0, le=10**6)] = 0
+    top_k: Annotated[int, Field(ge=0, le=2048)] = 0
+    """0: all tokens. Needed with top_p and min_p: the tokens that each was drawn from are recorded."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_tokens: Annotated[int, Field(ge=1, le=10**6)] = 512
     """Tokens of a reply."""
@@ -111,6 +112,12 @@ class Rollouts(Section):
     """Free the engine's KV cache while the trainer works, for a device that both share."""
     kv_cache_gb: Positive | None = None
     """Memory of the engine's KV cache. Default: what the step's conversations need at most."""
+
+    @model_validator(mode="after")
+    def _records_kept(self) -> Self:
+        if not self.top_k and (self.top_p < 1 or self.min_p):
+            raise ValueError("top_p and min_p: need top_k, from 1 to 2048, such as top_k = 256")
+        return self
 
 
 class Evaluation(Section):

@@ -13,10 +13,14 @@ from glm5.checkpoint.resolve import resolve
 from glm5.common.errors import ConfigError
 from glm5.config.rl import RLRecipe
 from glm5.engine import AsyncEngine
+from glm5.engine.cache.kv_cache import PAGE_SIZE
 from glm5.model.glm5 import Glm5
 from glm5.rl.environments.play import play_oracle, play_randomly
 from glm5.rl.environments.protocol import Environment, Message, Task
 from glm5.rl.environments.table import make
+from glm5.rl.rollouts.chat import TokenChat
+from glm5.rl.sandbox.backends import Backend
+from glm5.rl.sandbox.choice import choose_backend
 from glm5.train.build import TEMPLATE, build_model, model_config, with_tokenizer
 from glm5.train.state import writing_to
 
@@ -31,13 +35,11 @@ class PolicyBuilder:
 
     def __init__(self, recipe: RLRecipe, out: Path) -> None:
         self.recipe, self.out = recipe, out
-        self.environments = {one.name: make(one.name) for one in recipe.environment}
-        for one in recipe.environment:
-            if one.level >= (levels := self.environments[one.name].levels):
-                raise ConfigError(f"environment {one.name}: level: got {one.level}; allowed: 0 to {levels - 1}")
+        self.environments = environments_of(recipe)
         self.assets = self._assets()
         self.tokenizer = Tokenizer.from_dir(self.assets)
         self.template = ChatTemplate.for_checkpoint(self.assets, tokenizer=self.tokenizer)
+        self.chat = TokenChat(self.template, enable_thinking=recipe.rollouts.enable_thinking)
         self.cfg = with_tokenizer(model_config(recipe.model), recipe.model, self.tokenizer)
         if self.tokenizer.vocab_size > self.cfg.vocab_size:
             raise ConfigError(
@@ -51,8 +53,8 @@ class PolicyBuilder:
 
     def engine(self, folder: Path, device: torch.device) -> AsyncEngine:
         """An engine in a process of its own over the checkpoint in `folder`."""
-        cfg, at_once = self.recipe.rollouts, self.num_rollouts
-        needed = -(-cfg.max_model_len // 64) * 64 * at_once if device.type == "cpu" else None
+        cfg, at_once = self.recipe.rollouts, num_rollouts(self.recipe)
+        pages = num_pages(self.recipe) if device.type == "cpu" and cfg.kv_cache_gb is None else None
         return AsyncEngine(
             folder,
             device=str(device),
@@ -61,16 +63,30 @@ class PolicyBuilder:
             max_num_batched_tokens=max(at_once, 2048),
             num_speculative_tokens=cfg.num_speculative_tokens,
             deterministic=cfg.deterministic,
-            num_gpu_blocks_override=None if needed is None or cfg.kv_cache_gb is not None else needed // 64 + at_once,
+            num_gpu_blocks_override=pages,
             kv_cache_memory_bytes=None if cfg.kv_cache_gb is None else int(cfg.kv_cache_gb * _GIB),
             num_threads=self.recipe.threads or (1 if device.type == "cpu" else None),
         )
 
-    @property
-    def num_rollouts(self) -> int:
-        """Rollouts that are under way at a time."""
-        cfg = self.recipe.rollouts
-        return min(cfg.groups * cfg.group_size, cfg.concurrency or 512, 1024)
+    def sandbox(self, *, unsafe_local: bool) -> Backend | None:
+        """What boxes are made of; None where no task runs what the policy writes. Raises ConfigError where one would at
+        once, and no box can be had; where only later levels of a ladder do, their rollouts will be left out."""
+        boxed = {one.name: self.environments[one.name].sandbox_levels for one in self.recipe.environment}
+        sections = [one for one in self.recipe.environment if one.level in boxed[one.name]]
+        climbing = [
+            one for one in self.recipe.environment if one.ladder and max(boxed[one.name], default=0) > one.level
+        ]
+        if not sections and not climbing:
+            return None
+        try:
+            backend = choose_backend(unsafe_local=unsafe_local)
+        except ConfigError as error:
+            if sections:
+                raise ConfigError(f"environment {sections[0].name}: {error}") from None
+            logger.warning("levels of %s that run programs are left out: %s", climbing[0].name, error)
+            return None
+        logger.warning("%s", backend.notice)
+        return backend
 
     def shown_games(self, count: int, seed: int) -> Iterator[tuple[Task, list[Message]]]:
         """Conversations with legal replies, the environments in turn; tasks of the training seeds."""
@@ -100,6 +116,26 @@ class PolicyBuilder:
                 tokenizer.save(folder, chat_template=ChatTemplate.bundled(TEMPLATE).source)
             logger.info("learnt a tokenizer of %d tokens", tokenizer.vocab_size)
         return folder
+
+
+def environments_of(recipe: RLRecipe) -> dict[str, Environment]:
+    """The environments of a recipe by name. Raises ConfigError."""
+    found = {one.name: make(one.name) for one in recipe.environment}
+    for one in recipe.environment:
+        if one.level >= (levels := found[one.name].levels):
+            raise ConfigError(f"environment {one.name}: level: got {one.level}; allowed: 0 to {levels - 1}")
+    return found
+
+
+def num_rollouts(recipe: RLRecipe) -> int:
+    """Rollouts that are under way at a time."""
+    cfg = recipe.rollouts
+    return min(cfg.groups * cfg.group_size, cfg.concurrency or 512, 1024)
+
+
+def num_pages(recipe: RLRecipe) -> int:
+    """Pages of the KV cache that hold all conversations that are under way, and one more of each."""
+    return num_rollouts(recipe) * (-(-recipe.rollouts.max_model_len // PAGE_SIZE) + 1)
 
 
 def _played(environment: Environment, task: Task, random: Random) -> list[list[Message]]:

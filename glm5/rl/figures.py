@@ -7,6 +7,7 @@ from statistics import mean, pstdev
 import numpy as np
 
 from glm5.rl.rollout import Group, Rollout
+from glm5.rl.tasks import REPLACING
 from glm5.rl.trainer import Trained
 from glm5.rl.training.scores import Scores
 
@@ -39,6 +40,7 @@ def figures_of(step: int, groups: Sequence[Group], trained: Trained, times: Mapp
         "len/truncated": mean([float(rollout.is_truncated) for rollout in rollouts]),
         "group/padded": repairs.filled,
         "group/dropped": repairs.dropped,
+        "group/refilled": len({group.number for group in groups if group.number >= REPLACING}),
     }
     found |= {f"env_fail/{kind}": count for kind, count in repairs.failures.items()}
     found |= _of_environments(valid) | _of_tokens(trained.scores) | _staleness(step, rollouts)

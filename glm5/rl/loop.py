@@ -13,9 +13,10 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,10 +34,10 @@ from glm5.rl.records.digest import digests
 from glm5.rl.records.store import RecordWriter
 from glm5.rl.report import REPORT, write_report
 from glm5.rl.rollout import Group
-from glm5.rl.rollouts.chat import TokenChat
-from glm5.rl.rollouts.collect import collect
+from glm5.rl.rollouts.collect import Draw, collect
 from glm5.rl.rollouts.harness import Harness
 from glm5.rl.rollouts.policy import Policy
+from glm5.rl.rollouts.refill import refilled
 from glm5.rl.state import RunState
 from glm5.rl.tasks import TaskSource
 from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
@@ -48,11 +49,14 @@ from glm5.train.state import locked, writing_to
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 FINISHING = "the step is finished and the state written first; a second one ends the run at once"
 
 
-def run(recipe: RLRecipe, *, restart: bool = False) -> Path:
-    """Run a recipe to its end, or go on with it; returns the folder of the trained policy.
+def run(recipe: RLRecipe, *, restart: bool = False, unsafe_local: bool = False) -> Path:
+    """Run a recipe to its end, or go on with it; returns the folder of the trained policy. `unsafe_local`: where no
+    sandbox can be had, what the policy writes runs without.
 
     Raises KeyboardInterrupt after Ctrl-C, once the state is on disk.
     """
@@ -64,61 +68,73 @@ def run(recipe: RLRecipe, *, restart: bool = False) -> Path:
             for name in ("policy", "tokenizer", "records"):
                 shutil.rmtree(out / name, ignore_errors=True)
         with arithmetic(recipe, device):
-            return asyncio.run(Run(recipe, out, device).run())
+            job = Run(recipe, out, device, unsafe_local=unsafe_local)
+            return job.folder if job.is_done else asyncio.run(job.run())
 
 
 class Run:
     """A run of a recipe."""
 
-    def __init__(self, recipe: RLRecipe, out: Path, device: torch.device) -> None:
+    def __init__(self, recipe: RLRecipe, out: Path, device: torch.device, *, unsafe_local: bool) -> None:
         self.recipe, self.out, self.device = recipe, out, device
         self.state = RunState(out, recipe)
         self.records = RecordWriter(out, recipe.records.max_gb * 2**30, recipe.records.every)
         saved = self.state.read()
         self.builder = PolicyBuilder(recipe, out)
+        self.folder = out / "policy"
+        self.is_done = saved is not None and saved["step"] >= recipe.steps and self.folder.exists()
+        if self.is_done:
+            return
+        self.sandbox = self.builder.sandbox(unsafe_local=unsafe_local)
         self.trainer = PolicyTrainer(recipe, self.builder, device)
         self.tasks = TaskSource(recipe, self.builder.environments)
-        self.number = 0
+        self.number = self.saved = 0
+        self.engine: AsyncEngine | None = None
+        self.has_restarted = False
         if saved is not None:
-            self.number = saved["step"]
+            self.number = self.saved = saved["step"]
             self.tasks.load_state(saved["ladders"])
             self.trainer.load_state(saved["trainer"])
             logger.info("going on after step %d", self.number)
         with writing_to(out), atomic_write(out / "recipe.json") as handle:
             handle.write(json.dumps(json.loads(recipe.model_dump_json()), indent=2) + "\n")
+        if saved is None:
+            self._begin()
+        elif not self.number:
+            self._export()  # it may be of a later step, whose state was not written any more
+
+    def _begin(self) -> None:
+        for number, losses in enumerate(self.trainer.warm_up(), start=1):
+            if number % 20 == 0:
+                logger.info("warm start, step %d: cross-entropy %.4g", number, losses["ce"])
+        self.trainer.begin()
+        self._save()
 
     async def run(self) -> Path:
         """Run to the end; returns the folder of the policy."""
-        folder = self.out / "policy"
-        if self.number >= self.recipe.steps and folder.exists():
-            return folder
-        if not self.state.file.exists():
-            for number, losses in enumerate(self.trainer.warm_up(), start=1):
-                if number % 20 == 0:
-                    logger.info("warm start, step %d: cross-entropy %.4g", number, losses["ce"])
-            self.trainer.begin()
-            self._save()
         names = [one.name for one in self.recipe.environment]
         interrupts = noted_interrupt(FINISHING)
-        async with EnvironmentWorkers(names, num_workers=self.recipe.workers) as self.workers:
+        workers = EnvironmentWorkers(names, num_workers=self.recipe.workers, sandbox=self.sandbox)
+        async with workers as self.workers:
             with Watch(self.out, self.recipe, self.number) as self.watch, interrupts as interrupted:
-                await self._start_engine()
                 try:
+                    await self._start_engine()
                     await self._steps(interrupted)
                 finally:
-                    await asyncio.to_thread(self.engine.close)
+                    if self.engine is not None:
+                        await asyncio.to_thread(self.engine.close)
         with writing_to(self.out / REPORT):
             write_report(self.out, self.recipe)
-        return folder
+        return self.folder
 
     async def _steps(self, interrupted: Sequence[Any]) -> None:
         if not self.number:
-            await self._evaluate()
+            await self._alive(self._evaluate)
         while self.number < self.recipe.steps:
             await self._step()
             is_last = self.number == self.recipe.steps
             if is_last or self.number % self.recipe.evaluation.every == 0:
-                await self._evaluate()
+                await self._alive(self._evaluate)
             if is_last or interrupted or self.number % self.recipe.records.state_every == 0:
                 self.watch.release()
                 self._save()
@@ -130,7 +146,8 @@ class Run:
         began = time.monotonic()
         groups = await self._alive(self._collect)
         rolled = time.monotonic()
-        trained = await asyncio.to_thread(self.trainer.train, groups, self.number)
+        with self._naming_state():
+            trained = await asyncio.to_thread(self.trainer.train, groups, self.number)
         stepped = time.monotonic()
         self.tasks.observe(groups)
         self.number += 1
@@ -158,50 +175,76 @@ class Run:
             self.records.write(self.number, self.recipe.steps, digests(self.trainer.learnt()), groups, columns)
 
     async def _collect(self) -> list[Group]:
-        cfg = self.recipe.rollouts
-        draws = self.tasks.draws(self.number)
-        return await collect(
-            self.harness, draws, cfg.group_size, run_seed=self.recipe.seed, concurrency=cfg.concurrency
-        )
+        return await refilled(self._play, self.tasks, self.number)
+
+    async def _play(self, draws: Sequence[Draw]) -> list[Group]:
+        cfg, seed = self.recipe.rollouts, self.recipe.seed
+        return await collect(self.harness, draws, cfg.group_size, run_seed=seed, concurrency=cfg.concurrency)
 
     async def _evaluate(self) -> None:
-        chat, cfg = self.harness.chat, self.recipe.evaluation
-        policy = Policy(self.engine, self.recipe.rollouts, greedy=cfg.samples == 1)
+        cfg = self.recipe.evaluation
+        policy = Policy(self.harness.policy.engine, self.recipe.rollouts, greedy=cfg.samples == 1)
         draws = self.tasks.held_out(cfg.tasks)
-        found = await evaluate(Harness(policy, self.workers, chat), draws, cfg.samples, self.recipe.seed)
+        found = await evaluate(Harness(policy, self.workers, self.builder.chat), draws, cfg.samples, self.recipe.seed)
         self.watch.evaluated(self.number, found)
 
     async def _push(self) -> None:
         """The trainer's weights into the engine, as version `number`."""
-        await self.engine.update_weights(self.trainer.weights(), policy="recompute", version=self.number)
+        await self.harness.policy.engine.update_weights(self.trainer.weights(), policy="recompute", version=self.number)
 
-    async def _alive(self, action: Any) -> Any:
+    async def _alive(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do what needs the engine. Where the engine dies, it is started again with the current weights, once."""
+        is_dead = False
+        while True:
+            with self._naming_state():
+                try:
+                    if is_dead:
+                        await self._start_engine()
+                    return await action()
+                except (EngineDead, ExceptionGroup) as error:
+                    cause = _cause(error)
+                    if not isinstance(cause, EngineDead):
+                        raise cause from error
+                    if self.has_restarted:
+                        raise TrainingError(f"the engine was started again once, and ended again: {cause}") from error
+            logger.warning("the engine ended: %s; it is started again with the weights of step %d", cause, self.number)
+            is_dead = self.has_restarted = True
+
+    @contextmanager
+    def _naming_state(self) -> Iterator[None]:
+        """Errors in the block say which step it is, and which state is saved."""
         try:
-            return await action()
-        except (EngineDead, ExceptionGroup) as error:
-            causes = error.exceptions if isinstance(error, ExceptionGroup) else [error]
-            dead = next((one for one in causes if isinstance(one, EngineDead)), None)
-            if dead is None or self._has_restarted:
-                raise TrainingError(f"{dead or error}; the same command goes on from the last state") from error
-            logger.warning("the engine ended: %s; it is started again with the weights of step %d", dead, self.number)
-            self._has_restarted = True
-            await asyncio.to_thread(self.engine.close)
-            await self._start_engine()
-            return await action()
+            yield
+        except TrainingError as error:
+            raise TrainingError(
+                f"step {self.number + 1}: {error}. The state of step {self.saved} is in {self.out}, and the same "
+                "command goes on from it"
+            ) from error
 
     async def _start_engine(self) -> None:
-        self._has_restarted = getattr(self, "_has_restarted", False)
-        self.engine: AsyncEngine = await asyncio.to_thread(self.builder.engine, self.out / "policy", self.device)
+        if self.engine is not None:
+            await asyncio.to_thread(self.engine.close)
+        self.engine = await asyncio.to_thread(self.builder.engine, self.folder, self.device)
         self.engine.start()
         self.trainer.check(self.engine.info.arithmetic)
-        chat = TokenChat(self.builder.template, enable_thinking=self.recipe.rollouts.enable_thinking)
-        self.harness = Harness(Policy(self.engine, self.recipe.rollouts), self.workers, chat)
+        self.harness = Harness(Policy(self.engine, self.recipe.rollouts), self.workers, self.builder.chat)
         if self.number:
             await self._push()
 
+    def _export(self) -> None:
+        with writing_to(self.folder):
+            save(self.trainer.model, self.folder, assets=self.builder.assets)
+
     def _save(self) -> None:
-        with writing_to(self.out / "policy"):
-            save(self.trainer.model, self.out / "policy", assets=self.builder.assets)
+        self._export()
         self.state.write(self.number, self.tasks.state(), self.trainer.state())
+        self.saved = self.number
         self.records.keep_state(self.state.file, self.number)
+
+
+def _cause(error: Exception) -> Exception:
+    """The end of the engine in a group of errors, or else the first of them."""
+    if not isinstance(error, ExceptionGroup):
+        return error
+    found = error.subgroup(EngineDead) or error
+    return _cause(found.exceptions[0])

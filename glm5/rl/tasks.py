@@ -12,6 +12,8 @@ from glm5.rl.rollouts.collect import Draw
 
 HELD_OUT = 2**40
 """Seed of the first held-out task; training seeds are below it."""
+REPLACING = 2**50
+"""Number of the first group that is drawn in place of a dropped one; those of the recipe's steps are below it."""
 
 
 class TaskSource:
@@ -27,14 +29,19 @@ class TaskSource:
             if one.ladder is not None
         }
         self._had = {one.name: 0 for one in recipe.environment}
-        self._drawn: tuple[int, list[Draw]] | None = None
+        self._step, self._drawn = -1, dict[int, Draw]()
 
     def draws(self, step: int) -> list[Draw]:
         """The groups of a step, which are the same when they are asked for again; steps come in order."""
+        if step != self._step:
+            self._step, self._drawn = step, {}
         count = self.recipe.rollouts.groups
-        if self._drawn is None or self._drawn[0] != step:
-            self._drawn = step, [self._next(number) for number in range(step * count, (step + 1) * count)]
-        return self._drawn[1]
+        return self._at(range(step * count, (step + 1) * count))
+
+    def replacements(self, step: int, places: range) -> list[Draw]:
+        """Groups in place of dropped ones of a step whose groups were drawn; `places`: which of at most `groups`."""
+        first = REPLACING + step * self.recipe.rollouts.groups
+        return self._at(range(first + places.start, first + places.stop))
 
     def held_out(self, count: int) -> list[Draw]:
         """Held-out tasks, `count` of each environment, at its present level."""
@@ -62,6 +69,12 @@ class TaskSource:
 
     def _level(self, name: str) -> int:
         return self._ladders[name].level if name in self._ladders else self._sections[name].level
+
+    def _at(self, numbers: range) -> list[Draw]:
+        for number in numbers:
+            if number not in self._drawn:
+                self._drawn[number] = self._next(number)
+        return [self._drawn[number] for number in numbers]
 
     def _next(self, number: int) -> Draw:
         name = self._mixture.draw(number).environment

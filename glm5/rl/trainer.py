@@ -14,7 +14,6 @@ from glm5.model.glm5 import Glm5
 from glm5.rl.algorithms.table import preset_of
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.rollout import Group
-from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.training.exact import ExactPass
 from glm5.rl.training.objective import Coefficients, RLObjective
 from glm5.rl.training.packing import batches_of, pack
@@ -23,16 +22,15 @@ from glm5.rl.training.repair import Repairs, repair
 from glm5.rl.training.scores import ScoreKeeper, Scores, number_tokens
 from glm5.rl.training.sequences import sequences_of_step
 from glm5.train.batch import Batch
-from glm5.train.loop import deterministic
+from glm5.train.loop import deterministic, torch_threads
 from glm5.train.master_weights import MasterWeights
 
 
 @contextmanager
 def arithmetic(recipe: RLRecipe, device: torch.device) -> Iterator[None]:
     """Inside the block, torch computes as the recipe says: the number of threads, deterministic algorithms."""
-    if device.type == "cpu":
-        torch.set_num_threads(recipe.threads or 1)
-    with deterministic(enabled=recipe.rollouts.deterministic and device.type == "cuda"):
+    threads = recipe.threads or 1 if device.type == "cpu" else None
+    with torch_threads(threads), deterministic(enabled=recipe.rollouts.deterministic and device.type == "cuda"):
         yield
 
 
@@ -70,11 +68,10 @@ class PolicyTrainer:
         plan = self.recipe.warm_start
         if plan is None:
             return
-        chat = TokenChat(self.builder.template, enable_thinking=self.recipe.rollouts.enable_thinking)
         games = self.builder.shown_games(10**9, self.recipe.seed + 1)
         for _ in range(plan.steps):
             shown = [next(games) for _ in range(plan.conversations)]
-            examples = [chat.conversation(messages, task.tools) for task, messages in shown]
+            examples = [self.builder.chat.conversation(messages, task.tools) for task, messages in shown]
             yield self.step.run([_supervised(examples).to(self.device)], plan.lr)
 
     def begin(self) -> None:

@@ -1,6 +1,7 @@
 """What people see of a run: a line a step in metrics.jsonl, and on the terminal; TensorBoard and Weights & Biases."""
 
 import json
+import logging
 import os
 import sys
 import time
@@ -18,6 +19,8 @@ from glm5.train.metrics import check_board
 from glm5.train.progress_table import LEAST_WIDTH, ProgressTable, clock_of, columns
 from glm5.train.state import writing_to
 
+logger = logging.getLogger(__name__)
+
 FILE = "metrics.jsonl"
 SHOWN = ("reward/mean", "entropy", "is/mask_frac", "kl/mismatch", "len/mean", "grad/norm", "perf/rollout_tok_s")
 """In a log's line of a step; the table on a terminal has more, on its right side without means."""
@@ -25,8 +28,13 @@ _RIGHT = ("eval/mean", "eval/pass@1", "time/rollout", "time/train", "time/push",
 _LEFT = (*SHOWN[:-1], "turns/mean", "group/dropped")
 
 
+LOW_ENTROPY, LOW_STEPS = 0.01, 5
+"""Nats a token below which a policy hardly explores, and the steps in a row after which that is told."""
+
+
 class Watch:
-    """The metrics of a run. On entry, lines of steps after `first`, which a resumed run repeats, are removed."""
+    """The metrics of a run. On entry, lines that a resumed run repeats are removed: those of steps after `first`, and
+    of a run at its beginning all."""
 
     def __init__(self, out: Path, recipe: RLRecipe, first: int, stream: TextIO | None = None) -> None:
         self._file, self._recipe, self._first = out / FILE, recipe, first
@@ -41,10 +49,11 @@ class Watch:
             ProgressTable(recipe.name, recipe.steps, first, self._stream, left=_LEFT, right=_RIGHT) if is_wide else None
         )
         self._began = time.monotonic()
+        self._low_steps, self._has_warned = 0, False
 
     def __enter__(self) -> Self:
         with writing_to(self._file):
-            kept = [line for line in read_lines(self._file) if line.get("step", 0) <= self._first]
+            kept = [line for line in read_lines(self._file) if 0 < self._first >= line["step"]]
             building = self._file.with_name(f".{self._file.name}.new")
             building.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             os.replace(building, self._file)
@@ -63,6 +72,7 @@ class Watch:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics after `step` steps."""
         self._write({"step": step, **metrics})
+        self._watch_entropy(step, metrics.get("entropy", LOW_ENTROPY))
         if self._live is not None:
             self._live.step(step, metrics)
             return
@@ -83,6 +93,22 @@ class Watch:
         """Other output follows."""
         if self._live is not None:
             self._live.release()
+
+    def _watch_entropy(self, step: int, entropy: float) -> None:
+        """Warn once of a policy that hardly explores."""
+        self._low_steps = self._low_steps + 1 if entropy < LOW_ENTROPY else 0
+        if self._low_steps == LOW_STEPS and not self._has_warned:
+            self._has_warned = True
+            self.release()
+            logger.warning(
+                "step %d: the entropy has been below %g nats a token for %d steps, now %.2g: the rollouts of a task "
+                "are nearly alike, and little can be learnt from them; if the reward is not yet what it should be, "
+                "raise algorithm.entropy or rollouts.temperature in a new run",
+                step,
+                LOW_ENTROPY,
+                LOW_STEPS,
+                entropy,
+            )
 
     def _say(self, text: str) -> None:
         self._stream.write(text + "\n")

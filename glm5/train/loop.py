@@ -63,7 +63,10 @@ def train(recipe: Recipe, beside: Path, *, restart: bool = False) -> Path:
 def execution_settings(recipe: Recipe) -> Iterator[None]:
     """Set the recipe's number of threads, and deterministic algorithms if it asks for them."""
     on_gpu = device_of(recipe.device).type == "cuda"
-    with _threads(recipe.threads or (HOST_THREADS if on_gpu else None)), deterministic(enabled=recipe.deterministic):
+    with (
+        torch_threads(recipe.threads or (HOST_THREADS if on_gpu else None)),
+        deterministic(enabled=recipe.deterministic),
+    ):
         yield
 
 
@@ -244,7 +247,8 @@ class _Stage:
 
 
 @contextmanager
-def _threads(number: int | None) -> Iterator[None]:
+def torch_threads(number: int | None) -> Iterator[None]:
+    """Torch computes with that number of threads inside the block; None: as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(before if number is None else number)
     try:

@@ -8,12 +8,11 @@ repeated.
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from glm5.chat.parser import parse_ids
 from glm5.chat.template import ChatTemplate
-from glm5.common.errors import ConfigError
+from glm5.common.errors import ConfigError, RequestError
 from glm5.rl.environments.protocol import Message, Reply
 from glm5.train.data.chat import examples_of
 
@@ -23,7 +22,8 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class TokenChat:
-    """A chat template and its tokenizer. ConfigError where a template's later turns change what stands before them."""
+    """A chat template and its tokenizer. ConfigError where a template's later turns change what stands before them, or
+    where it always thinks and `enable_thinking` is False."""
 
     def __init__(self, template: ChatTemplate, *, enable_thinking: bool = False) -> None:
         assert template.tokenizer is not None, "a template without a tokenizer"
@@ -31,6 +31,10 @@ class TokenChat:
         self._options = {"enable_thinking": enable_thinking, "clear_thinking": False}
         self._continuations: dict[str, list[int]] = {}
         self._replies: dict[tuple[int, ...], Reply] = {}
+        try:
+            self._end = self.continuation([{"role": "user", "content": "a"}], (), -1)[0]
+        except RequestError as error:
+            raise ConfigError(f"rollouts.{error}; allowed: rollouts.enable_thinking = true") from None
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Token ids of a first prompt."""
@@ -65,11 +69,6 @@ class TokenChat:
             marks += [False] * len(context) + [True] * len(said)
             heard = []
         return ids, marks
-
-    @cached_property
-    def _end(self) -> int:
-        """The token that ends a reply: what the template begins the next user's message with."""
-        return self.continuation([{"role": "user", "content": "a"}], (), -1)[0]
 
     def reply(self, token_ids: Sequence[int], tools: Tools, *, is_truncated: bool) -> Reply:
         """What sampled tokens say."""

@@ -4,9 +4,12 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from glm5.rl.environments.protocol import EpisodeFailed
+from glm5.common.errors import TrainingError
+from glm5.rl.environments.protocol import EpisodeFailed, Task
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.rollouts.harness import Harness, seed_of
+
+ATTEMPTS = 3  # at a task: a worker that dies takes the requests of others with it
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ async def collect(
     on_group: Callable[[Group], None] = lambda _: None,
 ) -> list[Group]:
     """The groups of `draws`, in their order; in self-play one for each seat. `concurrency`: the most rollouts at a
-    time. `on_group` is called as each ends. Raises EngineDead."""
+    time. `on_group` is called as each ends. Raises groups of EngineDead or TrainingError."""
     at_once = asyncio.Semaphore(max(1, concurrency // group_size) if concurrency is not None else 10**9)
 
     async def one(draw: Draw) -> list[Group]:
@@ -45,10 +48,7 @@ async def collect(
 
 
 async def _play(harness: Harness, draw: Draw, group_size: int, run_seed: int) -> list[Group]:
-    try:
-        task = await harness.workers.task(draw.environment, draw.seed, draw.level)
-    except EpisodeFailed as failure:  # the worker died: nothing of this group can be played
-        raise RuntimeError(f"{draw.environment}, task {draw.seed}, level {draw.level}: {failure}") from failure
+    task = await _task(harness, draw)
     episodes = await harness.play(task, seed_of(run_seed, draw.number), group_size)
     seats = max(len(episode) for episode in episodes)
     groups = [
@@ -60,11 +60,26 @@ async def _play(harness: Harness, draw: Draw, group_size: int, run_seed: int) ->
     return groups
 
 
+async def _task(harness: Harness, draw: Draw) -> Task:
+    reason: EpisodeFailed | None = None
+    for _ in range(ATTEMPTS):
+        try:
+            return await harness.workers.task(draw.environment, draw.seed, draw.level)
+        except EpisodeFailed as failure:
+            reason = failure
+    raise TrainingError(f"environment {draw.environment}: no task of seed {draw.seed}, level {draw.level}: {reason}")
+
+
 async def _score_together(harness: Harness, group: Group) -> None:
     """Rewards that depend on all rollouts of a group, where the environment gives such."""
     valid: Sequence[Rollout] = [rollout for rollout in group.rollouts if rollout.is_valid]
     before = [rollout.reward for rollout in valid]
-    after = await harness.workers.score_group(group.task, before)
+    try:
+        after = await harness.workers.score_group(group.task, before)
+    except EpisodeFailed as failure:
+        for rollout in valid:
+            rollout.failure, rollout.failure_reason = failure.kind, failure.reason[:500]
+        return
     for rollout, old, new in zip(valid, before, after, strict=True):
         if new != old:
             rollout.rewards["group"] = new - old

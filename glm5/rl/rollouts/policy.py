@@ -16,16 +16,19 @@ _ALL = 2**30  # tokens of a delta: whole answers
 @dataclass
 class Sampled:
     """A reply: its tokens with the one that ended it, log-probabilities of the distribution that they were drawn from,
-    and the version of the weights of each. `is_truncated`: the tokens ran out before its end."""
+    and the version of the weights of each. `is_truncated`: the tokens ran out before its end. `kept`: where sampling
+    leaves tokens out, those that each was drawn from."""
 
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     is_truncated: bool = False
     experts: Experts | None = None
+    kept: list[list[int]] = field(default_factory=list[list[int]])
 
     def segment(self, parent: int | None) -> Segment:
-        return Segment(self.token_ids, parent, True, self.logprobs, self.versions, experts=self.experts)  # noqa: FBT003
+        tokens = self.token_ids, parent, True, self.logprobs, self.versions
+        return Segment(*tokens, experts=self.experts, kept=self.kept or None)
 
 
 class Policy:
@@ -59,12 +62,14 @@ class Policy:
     async def _sample(self, prompt_ids: Sequence[int], seed: int, n: int) -> AsyncIterator[tuple[int, Sampled]]:
         params = self.params.but(seed=seed, n=n, max_tokens=self.room(len(prompt_ids)))
         answers = [Sampled() for _ in range(n)]
-        async with self.engine.generate(prompt_ids, params, stream_interval=_ALL) as deltas:
+        options = {"stream_interval": _ALL, "sampling_mask": params.truncates}
+        async with self.engine.generate(prompt_ids, params, **options) as deltas:
             async for delta in deltas:
                 answer = answers[delta.index]
                 answer.token_ids += delta.token_ids
                 answer.logprobs += delta.tempered_logprobs
                 answer.versions += [delta.version] * len(delta.token_ids)
+                answer.kept += [np.frombuffer(ids, "<i4").tolist() for ids in delta.sampling_mask]
                 if (routed := delta.routed_experts) is not None:
                     rows = np.frombuffer(routed.experts, dtype="<i2").reshape(routed.shape)
                     answer.experts = rows if answer.experts is None else np.concatenate([answer.experts, rows])

@@ -35,6 +35,12 @@ class Repairs:
     failures: Counter[str] = field(default_factory=Counter[str])
 
 
+def num_dropped(groups: Sequence[Group]) -> int:
+    """Draws of which a group is dropped; in self-play a draw has several."""
+    kept = {id(one.group) for one in repair(groups)[0]}
+    return len({group.number for group in groups if id(group) not in kept})
+
+
 def repair(groups: Sequence[Group]) -> tuple[list[RepairedGroup], Repairs]:
     """The groups that can be trained on, in order."""
     kept: list[RepairedGroup] = []

@@ -1,0 +1,140 @@
+"""Estimates what a recipe of reinforcement learning needs: parameters, memory and time.
+
+    trainer   weights + gradients + optimizer state + activations of one pass + logits of a chunk + the process itself
+    engine    weights + KV cache + the process itself
+    time      of a run's own steps, once two were measured; before, FLOPs / (speed of a matrix product * EFFICIENCY)
+
+Before steps are measured, every conversation is taken to be as long as `max_model_len` allows: bounds from above.
+"""
+
+import json
+import resource
+import shutil
+from statistics import median
+
+import torch
+
+from glm5.config.model import ModelConfig
+from glm5.config.rl import RLRecipe
+from glm5.config.tensors import count_parameters
+from glm5.config.train import Recipe, StageConfig
+from glm5.engine.cache.kv_cache import KVCache
+from glm5.model.glm5 import Glm5
+from glm5.rl.algorithms.table import preset_of
+from glm5.rl.build import environments_of, num_pages, num_rollouts
+from glm5.rl.training.policy import SPARSE, choose_parameters
+from glm5.rl.watch import FILE, read_lines
+from glm5.train.build import model_config
+from glm5.train.estimate import (
+    EFFICIENCY,
+    GIB,
+    device_memory,
+    element_bytes,
+    existing_parent,
+    format_duration,
+    kept_values,
+    logit_bytes,
+    matmul_speed,
+    states_per_element,
+)
+from glm5.train.metrics import flops_per_token
+from glm5.train.stage_trainer import device_of
+
+CHUNK = 4096  # tokens whose logits exist at a time
+
+
+def estimate(recipe: RLRecipe) -> str:
+    """The text of `--dry-run`. Raises ConfigError for what a run would refuse before its first step."""
+    environments_of(recipe)
+    preset_of(recipe.algorithm.name, recipe.algorithm.parameters)
+    cfg, device = model_config(recipe.model), device_of(recipe.device)
+    count, available = count_parameters(cfg), device_memory(device)
+    trainer, engine = trainer_parts(cfg, recipe), engine_parts(cfg, recipe)
+    seconds, source = step_seconds(cfg, recipe)
+    total = sum(trainer.values()) + sum(engine.values())
+    state = sum(trainer[name] for name in ("weights", "optimizer"))
+    free = shutil.disk_usage(existing_parent(recipe.folder)).free
+    lines = [
+        f"model: {count.with_mtp:,} parameters, {count.active:,} of them for a token beside embedding and head",
+        f"device: {device}, {available / GIB:.1f} GiB",
+        f"a step: {max_tokens(recipe):,} tokens at most, in {num_rollouts(recipe):,} conversations at a time",
+        f"memory: about {total / GIB:.3g} GiB",
+        *(f"  {name}: {_listed(parts)}" for name, parts in (("trainer", trainer), ("engine", engine))),
+    ]
+    if total > available:
+        lines.append("  does not fit: a smaller pass_tokens, rollouts.concurrency or rollouts.max_model_len needs less")
+    return "\n".join(
+        [
+            *lines,
+            f"time: about {format_duration(seconds * recipe.steps)}, {seconds:.3g} s a step ({source})",
+            f"{recipe.folder}: a state {state / GIB:.3g} GiB, records {recipe.records.max_gb:g}; {free / GIB:.3g} free",
+            "recipe:",
+            json.dumps(json.loads(recipe.model_dump_json()), indent=2),
+        ]
+    )
+
+
+def trainer_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
+    """Bytes at the peak of a step in the process of `glm5 rl`, by purpose."""
+    # What the functions of supervised training read of its recipes. An exact pass keeps the inputs of layers alone.
+    like = Recipe.model_construct(model=recipe.model, device=recipe.device, optimizer=recipe.optimizer)
+    kept = "layer" if recipe.exact else None
+    stage = StageConfig.model_construct(kind="sparse", recompute=kept, optimizer=None, window=None, keys=None)
+    size, computed = element_bytes(like)
+    with torch.device("meta"):
+        model = Glm5(cfg)
+    choose_parameters(model)
+    trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
+    held = sum(states_per_element(name, like, stage) * number for name, number in trained.items())
+    tokens = min(recipe.pass_tokens, max_tokens(recipe))
+    copies = 1 + bool(recipe.algorithm.reference_kl)
+    count = count_parameters(cfg).with_mtp
+    return {
+        "weights": float((size * copies + (computed if computed != size else 0)) * count),
+        "gradients": float(size * sum(trained.values())),
+        "optimizer": float(size * held),
+        "activations": computed * tokens * kept_values(cfg, like, stage, cfg.num_hidden_layers),
+        "logits": logit_bytes(cfg, min(CHUNK, tokens)),
+        "process": process_bytes(recipe),
+    }
+
+
+def engine_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
+    """Bytes of the engine's process, by purpose."""
+    computed = getattr(torch, recipe.model.compute or recipe.model.dtype)
+    has_drafts = recipe.rollouts.num_speculative_tokens > 0
+    cache = num_pages(recipe) * KVCache.bytes_per_page(cfg, computed, mtp=has_drafts)
+    given = recipe.rollouts.kv_cache_gb
+    return {
+        "weights": float(computed.itemsize * count_parameters(cfg).with_mtp),
+        "cache": float(cache) if given is None else given * GIB,
+        "process": process_bytes(recipe),
+    }
+
+
+def process_bytes(recipe: RLRecipe) -> float:
+    """What a process takes on the device by itself: on a CPU as much as this one, once it has loaded an optimizer."""
+    if device_of(recipe.device).type == "cuda":
+        return 0.0
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2.0**10
+
+
+def step_seconds(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, str]:
+    """Seconds of a step, and where the number comes from."""
+    measured = [line["time/step"] for line in read_lines(recipe.folder / FILE) if "time/step" in line]
+    if len(measured) >= 2:
+        return median(measured[-100:]), f"the median of {len(measured[-100:])} that were measured"
+    # A rollout is a forward pass, training one with twice that backward, an exact pass a further forward.
+    passes = 1 + (4 if recipe.exact else 3)
+    flops = flops_per_token(cfg, recipe.rollouts.max_model_len, SPARSE) / 3 * passes * max_tokens(recipe)
+    return flops / (EFFICIENCY * matmul_speed(device_of(recipe.device))), "at most, by the speed of matrix products"
+
+
+def max_tokens(recipe: RLRecipe) -> int:
+    """Tokens of a step's conversations."""
+    return recipe.rollouts.groups * recipe.rollouts.group_size * recipe.rollouts.max_model_len
+
+
+def _listed(parts: dict[str, float]) -> str:
+    return ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items())

@@ -1,0 +1,270 @@
+"""Whole runs of a small recipe: what they leave, and how they go on after whatever ends them."""
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from glm5 import LLM, SamplingParams, load
+from glm5.common.errors import EngineDead, TrainingError
+from glm5.engine import AsyncEngine
+from glm5.rl import loop, trainer
+from glm5.rl.loop import run
+from glm5.rl.records.digest import digests
+from glm5.rl.state import RunState
+from glm5.rl.watch import LOW_ENTROPY, LOW_STEPS, Watch, read_lines
+from tests.support.rl_recipe import recipe_file, small_recipe
+
+SECONDS = 120
+
+
+def steps_of(out: Path) -> list[dict]:
+    """The lines of training steps."""
+    return [line for line in read_lines(out / "metrics.jsonl") if "reward/mean" in line]
+
+
+def weights_of(out: Path) -> dict[str, str]:
+    return dict(digests(torch.load(out / "state.pt", weights_only=True)["trainer"]["model"]))
+
+
+def command(folder: Path, *settings: str, flags: Sequence[str] = ()) -> list[str]:
+    given = [f"out={folder / 'run'}", *settings]
+    return [sys.executable, "-m", "glm5", "rl", str(recipe_file(folder)), "--set", *given, *flags]
+
+
+def finish(folder: Path, *settings: str, flags: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(folder, *settings, flags=flags), capture_output=True, text=True, timeout=SECONDS)
+
+
+def run_until(folder: Path, said: str, number: int, *settings: str) -> tuple[int, str]:
+    """Start the command, send it a signal once it says that; returns its exit code, and what it wrote."""
+    with subprocess.Popen(command(folder, *settings), stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = list[str]()
+        for line in process.stderr:
+            lines.append(line)
+            if number and said in line:
+                process.send_signal(number)
+                number = 0
+        return process.wait(SECONDS), "".join(lines)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> Path:
+    """The folder of a finished run."""
+    folder = tmp_path_factory.mktemp("done")
+    recipe = small_recipe(folder)
+    assert run(recipe) == folder / "run" / "policy"
+    return folder
+
+
+def test_trainer_and_engine_agree_to_the_bit(done):
+    lines = steps_of(done / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["kl/mismatch"] == 0.0
+        assert line["is/ratio_mean"] == 1.0
+        assert line["logp/abs_diff_max"] == 0.0
+        assert line["is/mask_frac"] == 0.0
+        assert line["group/dropped"] == line["group/refilled"] == 0.0
+    evaluated = [line["step"] for line in read_lines(done / "run/metrics.jsonl") if "eval/mean" in line]
+    assert evaluated == [0, 2, 3]
+
+
+def test_the_policy_is_a_checkpoint(done):
+    saved = torch.load(done / "run/state.pt", weights_only=True)["trainer"]["model"]
+    assert digests(load(done / "run/policy").state_dict()) == digests(saved)
+
+
+def test_a_finished_run_is_not_run_again(done):
+    before = (done / "run/state.pt").stat().st_mtime_ns
+    assert run(small_recipe(done)) == done / "run/policy"
+    assert (done / "run/state.pt").stat().st_mtime_ns == before
+
+
+def test_another_recipe_is_refused(done):
+    with pytest.raises(TrainingError, match=r"run of another recipe: lr was 0\.01 and is 0\.02; .*--restart"):
+        run(small_recipe(done, "lr=0.02"))
+
+
+def test_a_full_disk_leaves_the_state_before(done, tmp_path, monkeypatch):
+    recipe = small_recipe(tmp_path)
+    state = RunState(tmp_path, recipe)
+    state.write(1, {}, {})
+
+    def full(_number):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(TrainingError, match=r"state\.pt: writing failed: No space left .* make room"):
+        state.write(2, {}, {})
+    found = state.read()
+    assert found is not None
+    assert found["step"] == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_low_entropy_is_told_once(tmp_path, caplog):
+    with Watch(tmp_path, small_recipe(tmp_path), 0) as watch:
+        low = {"entropy": LOW_ENTROPY / 2}
+        for step, metrics in enumerate([low] * (LOW_STEPS - 1) + [{"entropy": 1.0}] + [low] * 20, start=1):
+            watch.step(step, metrics)
+    (said,) = [one.getMessage() for one in caplog.records if "entropy" in one.getMessage()]
+    assert said.startswith(f"step {2 * LOW_STEPS}: the entropy has been below 0.01 nats a token for 5 steps")
+
+
+def test_lines_of_a_run_at_its_beginning_are_all_repeated(tmp_path):
+    for _ in range(2):
+        with Watch(tmp_path, small_recipe(tmp_path), 0) as watch:
+            watch.evaluated(0, {"eval/mean": 0.5})
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 1
+
+
+class Job(loop.Run):
+    """A run whose engine is an object of the test."""
+
+    def __init__(self) -> None:
+        self.number, self.saved, self.has_restarted, self.out = 4, 2, False, Path("run")
+        self.started = 0
+
+    async def _start_engine(self) -> None:
+        self.started += 1
+
+
+def test_an_engine_that_ends_is_started_again_once(caplog):
+    async def dies(times=[2]):  # noqa: B006
+        if times[0]:
+            times[0] -= 1
+            raise ExceptionGroup("a", [ValueError("b"), ExceptionGroup("c", [EngineDead("killed by SIGKILL")])])
+        return "done"
+
+    job = Job()
+    with pytest.raises(TrainingError, match=r"step 5: .*once, and ended again: .*SIGKILL.* of step 2 is in run, and"):
+        asyncio.run(job._alive(dies))
+    assert job.started == 1
+    assert "started again with the weights of step 4" in caplog.text
+    assert asyncio.run(Job()._alive(dies)) == "done"
+
+
+def test_errors_of_rollouts_are_told_as_they_are():
+    async def fails():
+        raise ExceptionGroup("a", [ExceptionGroup("b", [TrainingError("no task")])])
+
+    with pytest.raises(TrainingError, match=r"^step 5: no task\. The state of step 2"):
+        asyncio.run(Job()._alive(fails))
+
+
+@pytest.mark.slow
+def test_the_policy_is_served(done):
+    with LLM(str(done / "run/policy"), device="cpu") as llm:
+        (answer,) = llm.generate(["Guess 1 to 15"], SamplingParams(max_tokens=2, temperature=0))
+    assert answer.outputs[0].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", ["small 0:", "small 1/3", "small 2/3", "small 3/3"])
+def test_a_killed_run_goes_on_to_the_same_bits(done, tmp_path, said):
+    code, _ = run_until(tmp_path, said, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert finish(tmp_path).returncode == 0
+    assert weights_of(tmp_path / "run") == weights_of(done / "run")
+    timeless = [
+        [{name: value for name, value in line.items() if not name.startswith(("time/", "perf/"))} for line in lines]
+        for lines in (read_lines(folder / "run/metrics.jsonl") for folder in (tmp_path, done))
+    ]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.slow
+def test_a_policy_of_a_later_step_than_the_state_changes_nothing(done, tmp_path):
+    code, _ = run_until(tmp_path, "small 1/3", signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    later = (done / "run/policy/model.safetensors").read_bytes()
+    (tmp_path / "run/policy/model.safetensors").write_bytes(later)
+    assert finish(tmp_path).returncode == 0
+    assert weights_of(tmp_path / "run") == weights_of(done / "run")
+
+
+@pytest.mark.slow
+def test_ctrl_c_finishes_the_step_and_saves(done, tmp_path):
+    code, said = run_until(tmp_path, "small 0:", signal.SIGINT)
+    assert code == 130
+    assert "SIGINT: the step is finished and the state written first" in said
+    assert "stopped after step 1; the same command goes on" in said
+    assert torch.load(tmp_path / "run/state.pt", weights_only=True)["step"] == 1
+    refused = finish(tmp_path, "rollouts.groups=5")
+    assert refused.returncode == 1
+    assert "rollouts.groups was 4 and is 5" in refused.stderr
+    assert finish(tmp_path).returncode == 0
+    assert weights_of(tmp_path / "run") == weights_of(done / "run")
+    assert finish(tmp_path, "lr=0.02", flags=["--restart"]).returncode == 0
+    assert weights_of(tmp_path / "run") != weights_of(done / "run")
+    assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3]
+
+
+def killing_engine(monkeypatch, at_calls: Sequence[int]) -> None:
+    """Kill the engine's process at those of its requests."""
+    calls = [0]
+    generate = AsyncEngine.generate
+
+    def counted(self, *args, **options):
+        calls[0] += 1
+        if calls[0] in at_calls:
+            os.kill(self.llm.client.link.pid, signal.SIGKILL)
+        return generate(self, *args, **options)
+
+    monkeypatch.setattr(AsyncEngine, "generate", counted)
+
+
+@pytest.mark.slow
+def test_a_killed_engine_is_started_again(done, tmp_path, monkeypatch, caplog):
+    killing_engine(monkeypatch, [30])
+    run(small_recipe(tmp_path))
+    assert caplog.text.count("it is started again with the weights of step") == 1
+    assert weights_of(tmp_path / "run") == weights_of(done / "run")
+
+
+@pytest.mark.slow
+def test_an_engine_killed_twice_ends_the_run(tmp_path, monkeypatch):
+    killing_engine(monkeypatch, [30, 60])
+    with pytest.raises(TrainingError, match=r"the engine was started again once, and ended again: .*SIGKILL"):
+        run(small_recipe(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_is_named(done, tmp_path, monkeypatch):
+    preset_of = trainer.preset_of
+
+    def spoilt(name, parameters):
+        return replace(preset_of(name, parameters), advantages=lambda rewards, groups: rewards * float("nan"))
+
+    monkeypatch.setattr(trainer, "preset_of", spoilt)
+    with pytest.raises(TrainingError, match=r"step 1: .*not finite.*The state of step 0 is in .*run"):
+        run(small_recipe(tmp_path))
+
+
+HOSTILE = 'environment.0.name="tests.unit.rl.hostile_guess:{}"'
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_costs_its_rollouts_alone(tmp_path):
+    run(small_recipe(tmp_path, HOSTILE.format("Dying"), "steps=2", "rollouts.groups=8"))
+    lines = steps_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert sum(line.get("env_fail/environment", 0) for line in lines) > 0
+    assert all(line["group/refilled"] <= 8 for line in lines)
+    assert all(line["kl/mismatch"] == 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_an_environment_that_always_fails_ends_the_run(tmp_path):
+    with pytest.raises(TrainingError, match=r"step 1: none of 8 groups .* \(32 environment\).*not a finite number"):
+        run(small_recipe(tmp_path, HOSTILE.format("NotANumber")))

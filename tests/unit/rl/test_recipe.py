@@ -1,0 +1,90 @@
+"""Recipes of reinforcement learning: every mistake is named, and --dry-run says what a run needs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from glm5.cli.main import main
+from glm5.common.errors import ConfigError
+from glm5.config.rl import read_rl_recipe
+from glm5.rl.build import PolicyBuilder
+from glm5.rl.estimate import estimate
+from tests.support.rl_recipe import recipe_file, small_recipe
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("rl-*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads(path):
+    recipe = read_rl_recipe(path)
+    assert recipe.name == path.stem
+    estimate(recipe)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("rollots.groups=2", r"rollots: no such key; did you mean rollouts\?"),
+        ("rollouts.group=2", r"rollouts\.group: no such key; did you mean groups\?"),
+        ("algoritm.name=dis", r"algoritm: no such key; did you mean algorithm\?"),
+        ("environment.0.nam=guess", r"environment\.0\.nam: no such key; did you mean name\?"),
+        ("rollouts.deterministic=false", r"exact: needs rollouts\.deterministic; set both, or exact = false"),
+        ("rollouts.top_p=0.9", r"top_p and min_p: need top_k"),
+        ("rollouts.groups=0", r"rollouts\.groups: got 0; allowed: "),
+        ("lr_warmup_steps=3", r"lr_warmup_steps 3 must be below steps 3"),
+        ("environment=[]", r"environment: got \[\]; allowed: "),
+        ('environment=[{name="guess"},{name="guess"}]', r"two environments are called guess"),
+    ],
+)
+def test_a_recipe_that_says_nonsense_is_refused(tmp_path, setting, said):
+    with pytest.raises(ConfigError, match=rf"small\.toml: (.*: )?{said}"):
+        small_recipe(tmp_path, setting)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["algorithm.name=gripo"], r"unknown algorithm: gripo; did you mean grpo\?"),
+        (["algorithm.parameters.betta=2"], r"betta.*"),
+        (["environment.0.name=gues"], r"no environment is called 'gues'; did you mean guess\?"),
+        (["environment.0.level=1"], r"environment guess: level: got 1; allowed: 0 to 0"),
+        (["environment.0.name=science", "environment.0.level=3"], r"science: level: got 3; allowed: 0 to 2"),
+    ],
+)
+def test_what_a_recipe_names_must_exist(tmp_path, settings, said):
+    recipe = small_recipe(tmp_path, *settings)
+    with pytest.raises(ConfigError, match=said):
+        estimate(recipe)
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"vocab_size 200 is too small: .* need at least \d+"):
+        PolicyBuilder(small_recipe(tmp_path, "model.config.vocab_size=200"), tmp_path / "run")
+
+
+def test_the_rate_rises_and_falls(tmp_path):
+    recipe = small_recipe(tmp_path, "steps=11", "lr=1.0", "final_lr=0.5", "lr_warmup_steps=1")
+    assert [round(recipe.lr_at(step), 3) for step in (0, 1, 5, 10)] == [0.5, 0.95, 0.75, 0.5]
+
+
+def test_a_dry_run_says_what_is_needed(tmp_path, capsys):
+    out = tmp_path / "run"
+    command = ["rl", str(recipe_file(tmp_path)), "--dry-run", "--set", f"out={out}"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "a step: 2,048 tokens at most, in 16 conversations at a time" in said
+    for part in (
+        "model: ",
+        "memory: about ",
+        "trainer: weights ",
+        "engine: weights ",
+        "by the speed of matrix products",
+    ):
+        assert part in said
+    assert json.loads(said.partition("recipe:")[2])["rollouts"]["group_size"] == 4
+    assert not out.exists()
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "time/step": {n}}}\n' for n in (1, 3, 2)))
+    assert main(command) == 0
+    assert "time: about 6 seconds, 2 s a step (the median of 3 that were measured)" in capsys.readouterr().out
