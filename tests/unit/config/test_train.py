@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from glm5.common.errors import ConfigError
+from glm5.config.rl import read_rl_recipe
 from glm5.config.train import Recipe, read_recipe
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
@@ -32,7 +33,7 @@ def read(tmp_path, text, *settings) -> Recipe:
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_loads(path):
-    recipe = read_recipe(path)
+    recipe = read_rl_recipe(path) if path.stem.startswith("rl-") else read_recipe(path)
     assert recipe.name == path.stem
     if recipe.model.preset is not None:
         assert recipe.model.architecture().num_hidden_layers > 0
