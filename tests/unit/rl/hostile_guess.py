@@ -6,7 +6,7 @@ import sys
 from glm5.rl.environments.guess import Guess, GuessEpisode
 from glm5.rl.environments.protocol import Reply, Task, Turn
 
-IS_WORKER = "glm5.rl.environments.worker" == getattr(sys.modules["__main__"].__spec__, "name", "")
+IS_WORKER = getattr(sys.modules["__main__"].__spec__, "name", "") == "glm5.rl.environments.worker"
 
 
 class Dying(Guess):

@@ -281,18 +281,18 @@ def test_an_environment_that_always_fails_ends_the_run(tmp_path):
 
 
 @pytest.mark.long
-def test_memory_is_about_what_was_estimated(tmp_path):
+def test_memory_is_below_what_was_estimated(tmp_path):
     recipe = str(REPO / "recipes/rl-guess.toml")
-    settings = ["--set", f"out={tmp_path / 'run'}", "steps=2", "warm_start.steps=2"]
+    command = [sys.executable, "-m", "glm5", "rl", recipe, "--set", f"out={tmp_path / 'run'}", "steps=4"]
     said = [
-        subprocess.run(
-            [sys.executable, "-m", "glm5", "rl", recipe, *settings, *flags], capture_output=True, text=True, check=True
-        ).stdout
-        for flags in (["--dry-run"], [])
+        subprocess.run([*command, *flags], capture_output=True, text=True, check=True, timeout=SECONDS).stdout
+        for flags in (["--dry-run"], [], ["--dry-run"])
     ]
     parts = re.search("trainer: (.*)", said[0])
     assert parts is not None
     estimated = sum(float(part.rpartition(" ")[2]) for part in parts[1].split(", "))
     measured = max(line["perf/peak_gib"] for line in steps_of(tmp_path / "run"))
     print(f"estimated {estimated:.3f} GiB, measured {measured:.3f}")
-    assert abs(estimated / measured - 1) < 0.15
+    assert measured < 1.15 * estimated
+    assert estimated < 1.5 * measured
+    assert f"; measured {measured:.3g}" in said[2]
