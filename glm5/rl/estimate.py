@@ -4,12 +4,13 @@
     engine    weights + KV cache + the process itself
     time      of a run's own steps, once two were measured; before, FLOPs / (speed of a matrix product * EFFICIENCY)
 
-Before steps are measured, every conversation is taken to be as long as `max_model_len` allows: bounds from above.
+The trainer's memory is the measured one as well, where there is one. Before, every conversation is taken to be as long as `max_model_len` allows: bounds from above.
 """
 
 import json
 import resource
 import shutil
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -51,7 +52,8 @@ def estimate(recipe: RLRecipe) -> str:
     count, available = count_parameters(cfg), device_memory(device)
     trainer, engine = trainer_parts(cfg, recipe), engine_parts(cfg, recipe)
     seconds, source = step_seconds(cfg, recipe)
-    total = sum(trainer.values()) + sum(engine.values())
+    peak = measured_peak(recipe)
+    total = (peak or sum(trainer.values())) + sum(engine.values())
     state = sum(trainer[name] for name in ("weights", "optimizer"))
     free = shutil.disk_usage(existing_parent(recipe.folder)).free
     lines = [
@@ -59,7 +61,8 @@ def estimate(recipe: RLRecipe) -> str:
         f"device: {device}, {available / GIB:.1f} GiB",
         f"a step: {max_tokens(recipe):,} tokens at most, in {num_rollouts(recipe):,} conversations at a time",
         f"memory: about {total / GIB:.3g} GiB",
-        *(f"  {name}: {_listed(parts)}" for name, parts in (("trainer", trainer), ("engine", engine))),
+        f"  trainer: {_listed(trainer)}" + (f"; measured {peak / GIB:.3g}" if peak else ""),
+        f"  engine: {_listed(engine)}",
     ]
     if total > available:
         lines.append("  does not fit: a smaller pass_tokens, rollouts.concurrency or rollouts.max_model_len needs less")
@@ -117,7 +120,12 @@ def process_bytes(recipe: RLRecipe) -> float:
     if device_of(recipe.device).type == "cuda":
         return 0.0
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2.0**10
+    return float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def measured_peak(recipe: RLRecipe) -> float:
+    """Bytes of the trainer's process at its peak, where the run has measured them; else 0."""
+    return max((line.get("perf/peak_gib", 0.0) for line in read_lines(recipe.folder / FILE)), default=0.0) * GIB
 
 
 def step_seconds(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, str]:

@@ -189,8 +189,11 @@ class Run:
         self.watch.evaluated(self.number, found)
 
     async def _push(self) -> None:
-        """The trainer's weights into the engine, as version `number`."""
+        """The trainer's weights into the engine, as version `number`, if it does not have them."""
+        if self.version == self.number:
+            return
         await self.harness.policy.engine.update_weights(self.trainer.weights(), policy="recompute", version=self.number)
+        self.version = self.number
 
     async def _alive(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do what needs the engine. Where the engine dies, it is started again with the current weights, once."""
@@ -228,8 +231,8 @@ class Run:
         self.engine.start()
         self.trainer.check(self.engine.info.arithmetic)
         self.harness = Harness(Policy(self.engine, self.recipe.rollouts), self.workers, self.builder.chat)
-        if self.number:
-            await self._push()
+        self.version = 0
+        await self._push()
 
     def _export(self) -> None:
         with writing_to(self.folder):

@@ -15,6 +15,11 @@ lr = 1e-2
 preset = "nano"
 config = { hidden_size = 32, vocab_size = 320, intermediate_size = 32, first_k_dense_replace = 3, num_nextn_predict_layers = 0, index_topk = 128 }
 
+[warm_start]
+steps = 8
+conversations = 32
+lr = 1e-2
+
 [algorithm]
 name = "grpo-no-std"
 entropy = 0.003

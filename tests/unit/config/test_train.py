@@ -8,7 +8,8 @@ from glm5.common.errors import ConfigError
 from glm5.config.rl import read_rl_recipe
 from glm5.config.train import Recipe, read_recipe
 
-RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.toml"))
+FOLDER = Path(__file__).parents[3] / "recipes"
+RECIPES = sorted(path for path in FOLDER.glob("*.toml") if not path.name.startswith("rl-"))
 SMALL = """
 name = "small"
 [model]

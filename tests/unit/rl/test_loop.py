@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from glm5.rl.state import RunState
 from glm5.rl.watch import LOW_ENTROPY, LOW_STEPS, Watch, read_lines
 from tests.support.rl_recipe import recipe_file, small_recipe
 
+REPO = Path(__file__).parents[3]
 SECONDS = 120
 
 
@@ -162,15 +164,20 @@ def test_errors_of_rollouts_are_told_as_they_are():
         asyncio.run(Job()._alive(fails))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_policy_is_served(done):
     with LLM(str(done / "run/policy"), device="cpu") as llm:
         (answer,) = llm.generate(["Guess 1 to 15"], SamplingParams(max_tokens=2, temperature=0))
     assert answer.outputs[0].token_ids
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("said", ["small 0:", "small 1/3", "small 2/3", "small 3/3"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param("small 1/3", marks=pytest.mark.slow),
+        *(pytest.param(said, marks=pytest.mark.long) for said in ("small 0:", "small 2/3", "small 3/3")),
+    ],
+)
 def test_a_killed_run_goes_on_to_the_same_bits(done, tmp_path, said):
     code, _ = run_until(tmp_path, said, signal.SIGKILL)
     assert code == -signal.SIGKILL
@@ -183,7 +190,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(done, tmp_path, said):
     assert timeless[0] == timeless[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_policy_of_a_later_step_than_the_state_changes_nothing(done, tmp_path):
     code, _ = run_until(tmp_path, "small 1/3", signal.SIGKILL)
     assert code == -signal.SIGKILL
@@ -193,7 +200,7 @@ def test_a_policy_of_a_later_step_than_the_state_changes_nothing(done, tmp_path)
     assert weights_of(tmp_path / "run") == weights_of(done / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_finishes_the_step_and_saves(done, tmp_path):
     code, said = run_until(tmp_path, "small 0:", signal.SIGINT)
     assert code == 130
@@ -210,36 +217,39 @@ def test_ctrl_c_finishes_the_step_and_saves(done, tmp_path):
     assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3]
 
 
-def killing_engine(monkeypatch, at_calls: Sequence[int]) -> None:
-    """Kill the engine's process at those of its requests."""
+def killing_engine(monkeypatch, at_calls: Sequence[int], of: str = "generate") -> None:
+    """Kill the engine's process at those of its calls."""
     calls = [0]
-    generate = AsyncEngine.generate
+    call = getattr(AsyncEngine, of)
 
     def counted(self, *args, **options):
         calls[0] += 1
         if calls[0] in at_calls:
             os.kill(self.llm.client.link.pid, signal.SIGKILL)
-        return generate(self, *args, **options)
+        return call(self, *args, **options)
 
-    monkeypatch.setattr(AsyncEngine, "generate", counted)
+    monkeypatch.setattr(AsyncEngine, of, counted)
 
 
-@pytest.mark.slow
-def test_a_killed_engine_is_started_again(done, tmp_path, monkeypatch, caplog):
-    killing_engine(monkeypatch, [30])
+@pytest.mark.parametrize(
+    ("of", "number"),
+    [pytest.param("generate", 8, marks=pytest.mark.slow), pytest.param("update_weights", 2, marks=pytest.mark.long)],
+)
+def test_a_killed_engine_is_started_again(done, tmp_path, monkeypatch, caplog, of, number):
+    killing_engine(monkeypatch, [number], of)
     run(small_recipe(tmp_path))
     assert caplog.text.count("it is started again with the weights of step") == 1
     assert weights_of(tmp_path / "run") == weights_of(done / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_killed_twice_ends_the_run(tmp_path, monkeypatch):
-    killing_engine(monkeypatch, [30, 60])
+    killing_engine(monkeypatch, [5, 9])
     with pytest.raises(TrainingError, match=r"the engine was started again once, and ended again: .*SIGKILL"):
         run(small_recipe(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_is_named(done, tmp_path, monkeypatch):
     preset_of = trainer.preset_of
 
@@ -247,14 +257,14 @@ def test_a_loss_that_is_not_finite_is_named(done, tmp_path, monkeypatch):
         return replace(preset_of(name, parameters), advantages=lambda rewards, groups: rewards * float("nan"))
 
     monkeypatch.setattr(trainer, "preset_of", spoilt)
-    with pytest.raises(TrainingError, match=r"step 1: .*not finite.*The state of step 0 is in .*run"):
+    with pytest.raises(TrainingError, match=r"step 1: policy is nan.*The state of step 0 is in .*run"):
         run(small_recipe(tmp_path))
 
 
 HOSTILE = 'environment.0.name="tests.unit.rl.hostile_guess:{}"'
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_that_dies_costs_its_rollouts_alone(tmp_path):
     run(small_recipe(tmp_path, HOSTILE.format("Dying"), "steps=2", "rollouts.groups=8"))
     lines = steps_of(tmp_path / "run")
@@ -264,7 +274,25 @@ def test_a_worker_that_dies_costs_its_rollouts_alone(tmp_path):
     assert all(line["kl/mismatch"] == 0 for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_environment_that_always_fails_ends_the_run(tmp_path):
     with pytest.raises(TrainingError, match=r"step 1: none of 8 groups .* \(32 environment\).*not a finite number"):
         run(small_recipe(tmp_path, HOSTILE.format("NotANumber")))
+
+
+@pytest.mark.long
+def test_memory_is_below_what_was_estimated(tmp_path):
+    recipe = str(REPO / "recipes/rl-guess.toml")
+    command = [sys.executable, "-m", "glm5", "rl", recipe, "--set", f"out={tmp_path / 'run'}", "steps=4"]
+    said = [
+        subprocess.run([*command, *flags], capture_output=True, text=True, check=True, timeout=SECONDS).stdout
+        for flags in (["--dry-run"], [], ["--dry-run"])
+    ]
+    parts = re.search("trainer: (.*)", said[0])
+    assert parts is not None
+    estimated = sum(float(part.rpartition(" ")[2]) for part in parts[1].split(", "))
+    measured = max(line["perf/peak_gib"] for line in steps_of(tmp_path / "run"))
+    print(f"estimated {estimated:.3f} GiB, measured {measured:.3f}")
+    assert measured < 1.15 * estimated
+    assert estimated < 1.5 * measured
+    assert f"; measured {measured:.3g}" in said[2]
