@@ -4,8 +4,8 @@
     engine    weights + KV cache + the process itself
     time      of a run's own steps, once two were measured; before, FLOPs / (speed of a matrix product * EFFICIENCY)
 
-The trainer's memory is the measured one as well, where there is one. Before, every conversation is taken to be as
-long as `max_model_len` allows: bounds from above.
+The trainer's peak is the measured one, too, where there is one. Before, every conversation is taken to be as long as
+`max_model_len` allows: a bound from above.
 """
 
 import json
