@@ -108,8 +108,6 @@ class Rollouts(Section):
     """The engine's deterministic mode: a run can be repeated, and resumed to the same bits."""
     concurrency: Count | None = None
     """The most conversations at a time. Default: all of a step."""
-    sleep: bool = False
-    """Free the engine's KV cache while the trainer works, for a device that both share."""
     kv_cache_gb: Positive | None = None
     """Memory of the engine's KV cache. Default: what the step's conversations need at most."""
 
