@@ -83,6 +83,8 @@ class Access:
             session=session if _VALID_ID.fullmatch(session) else "",
         )
         sender = _ResponseSender(send, call.id, self.state)
+        # Before the last byte goes out, as for `admission`: whoever has an answer finds it in /metrics.
+        sender.on_end.append(lambda: self._count(scope, sender.status))
         start, is_open = time.monotonic(), path in OPEN_PATHS or path.startswith(_OPEN_PREFIX)
         token = REQUEST_ID.set(call.id)
         try:
@@ -95,6 +97,8 @@ class Access:
             self.metrics.refused.add(1, error.code or str(error.status))
             await error_response(error, path)(scope, receive, sender)
         finally:
+            if not sender.has_ended:
+                self._count(scope, sender.status)
             self._log(call, scope, sender.status, time.monotonic() - start, is_open=is_open)
             REQUEST_ID.reset(token)
 
@@ -104,7 +108,7 @@ class Access:
         try:
             await self._admit(call, scope)
             # Before the last byte goes out: the client may send its next request before this one's task has ended.
-            send.on_end = partial(self.admission.leave, call)
+            send.on_end.append(partial(self.admission.leave, call))
             await self.app(scope, receive, send)
         finally:
             self.admission.leave(call)
@@ -152,26 +156,32 @@ class Access:
             route = next((each for each in self.routes if each.matches(scope)[0] is Match.FULL), None)
         return getattr(route, "path", "none")
 
-    def _log(self, call: Call, scope: Scope, status: int | None, seconds: float, *, is_open: bool) -> None:
-        method = scope["method"] if scope["method"] in _METHODS else "other"
+    def _count(self, scope: Scope, status: int | None) -> None:
         kind = "left" if status is None else f"{status // 100}xx"
-        self.metrics.http.add(1, method, self._route(scope), kind)
+        self.metrics.http.add(1, _method(scope), self._route(scope), kind)
+
+    def _log(self, call: Call, scope: Scope, status: int | None, seconds: float, *, is_open: bool) -> None:
         level = logging.DEBUG if is_open or scope["path"] in _METRICS_PATHS else logging.INFO
         # The path stays percent-encoded: a decoded one may contain line feeds.
         path, fields = scope["raw_path"].decode("ascii", "replace"), {"tenant": call.tenant.name, "seconds": seconds}
         caller = f" {call.tenant.name}" if call.tenant.name else ""
         if call.session:
             caller, fields = f"{caller} session {call.session}", {**fields, "session": call.session}
-        logger.log(level, "%s %s %s%s %.3f s", method, path, status or "left", caller, seconds, extra=fields)
+        logger.log(level, "%s %s %s%s %.3f s", _method(scope), path, status or "left", caller, seconds, extra=fields)
+
+
+def _method(scope: Scope) -> str:
+    return scope["method"] if scope["method"] in _METHODS else "other"
 
 
 class _ResponseSender:
-    """Records the status of a response and adds common headers. `on_end` is called before the last part of the body."""
+    """Records the status of a response and adds common headers. `on_end`: called before the last part of the body."""
 
     def __init__(self, send: Send, request_id: str, state: ServerState):
         self._send, self._request_id, self._state = send, request_id, state
         self.status: int | None = None
-        self.on_end: Callable[[], None] | None = None
+        self.on_end: list[Callable[[], None]] = []
+        self.has_ended = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -180,8 +190,10 @@ class _ResponseSender:
             headers["X-Request-Id"] = self._request_id
             if self._state.is_draining:
                 headers["Connection"] = "close"
-        elif self.on_end is not None and not message.get("more_body", False):
-            self.on_end()
+        elif not message.get("more_body", False):
+            self.has_ended = True
+            for each in self.on_end:
+                each()
         await self._send(message)
 
 
