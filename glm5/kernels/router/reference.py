@@ -7,6 +7,8 @@ The bias affects the choice but not the weight. The score of a group is the sum 
 steps: larger score first, then smaller index.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,10 +30,8 @@ def router(
     scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
     """(weight [T, A] float32, expert [T, A] int32 in ascending order); float64 stays float64."""
-    wide = torch.promote_types(x_TD.dtype, torch.float32)
-    p_TE = F.linear(x_TD.to(wide), weight_ED.to(wide)).sigmoid()
     return choose(
-        p_TE,
+        _scores(x_TD, weight_ED),
         bias_E,
         top_k=top_k,
         n_group=n_group,
@@ -41,9 +41,17 @@ def router(
     )
 
 
+def replay(
+    x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor, recorded_TA: Tensor, **choice: Any
+) -> tuple[Tensor, Tensor]:
+    """As `router`, whose keywords `choice` are, where a row of `recorded_TA` without -1 is the choice."""
+    return choose(_scores(x_TD, weight_ED), bias_E, recorded_TA, **choice)
+
+
 def choose(
     p_TE: Tensor,
     bias_E: Tensor,
+    recorded_TA: Tensor | None = None,
     *,
     top_k: int,
     n_group: int,
@@ -51,30 +59,21 @@ def choose(
     norm_topk_prob: bool,
     scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """The experts and weights for scores p."""
+    """The experts and weights for scores p. The weights come from all scores, so that a recorded choice, which is not
+    the router's own, has a gradient too."""
     expert_TA = _best_experts(p_TE, bias_E, top_k=top_k, n_group=n_group, topk_group=topk_group)
-    return _weights_of(p_TE, expert_TA, norm_topk_prob=norm_topk_prob, scaling_factor=scaling_factor), expert_TA.int()
+    if recorded_TA is not None:
+        is_known_T1 = (recorded_TA >= 0).all(dim=-1, keepdim=True)
+        expert_TA = torch.where(is_known_T1, recorded_TA.long(), expert_TA)
+    weight_TA = p_TE.gather(1, expert_TA)
+    if norm_topk_prob:
+        weight_TA = weight_TA / (weight_TA.sum(dim=-1, keepdim=True) + 1e-20)
+    return weight_TA * scaling_factor, expert_TA.int()
 
 
-def replay(
-    x_TD: Tensor,
-    weight_ED: Tensor,
-    bias_E: Tensor,
-    recorded_TA: Tensor,
-    *,
-    top_k: int,
-    n_group: int,
-    topk_group: int,
-    norm_topk_prob: bool,
-    scaling_factor: float,
-) -> tuple[Tensor, Tensor]:
-    """As `router`, where a row of `recorded_TA` without -1 is the choice."""
+def _scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     wide = torch.promote_types(x_TD.dtype, torch.float32)
-    p_TE = F.linear(x_TD.to(wide), weight_ED.to(wide)).sigmoid()
-    own_TA = _best_experts(p_TE, bias_E, top_k=top_k, n_group=n_group, topk_group=topk_group)
-    is_known_T1 = (recorded_TA >= 0).all(dim=-1, keepdim=True)
-    expert_TA = torch.where(is_known_T1, recorded_TA.long(), own_TA)
-    return _weights_of(p_TE, expert_TA, norm_topk_prob=norm_topk_prob, scaling_factor=scaling_factor), expert_TA.int()
+    return F.linear(x_TD.to(wide), weight_ED.to(wide)).sigmoid()
 
 
 def _best_experts(p_TE: Tensor, bias_E: Tensor, *, top_k: int, n_group: int, topk_group: int) -> Tensor:
@@ -86,14 +85,6 @@ def _best_experts(p_TE: Tensor, bias_E: Tensor, *, top_k: int, n_group: int, top
         out_TG = torch.ones_like(choice_TGE[..., 0], dtype=torch.bool).scatter_(1, group_TG, value=0)
         choice_TE = choice_TGE.masked_fill(out_TG[..., None], float("-inf")).flatten(-2)
     return _few_best(choice_TE, top_k) if choice_TE.numel() <= _FEW else best(choice_TE, top_k).long()
-
-
-def _weights_of(p_TE: Tensor, expert_TA: Tensor, *, norm_topk_prob: bool, scaling_factor: float) -> Tensor:
-    """[T, A], from all scores: a choice that is not the router's own has a gradient too."""
-    weight_TA = p_TE.gather(1, expert_TA)
-    if norm_topk_prob:
-        weight_TA = weight_TA / (weight_TA.sum(dim=-1, keepdim=True) + 1e-20)
-    return weight_TA * scaling_factor
 
 
 def _few_best(choice_TE: Tensor, top_k: int) -> Tensor:
