@@ -20,6 +20,7 @@ from torch import Tensor
 from glm5.engine.sampling.logprobs import Logprobs, logprobs
 from glm5.engine.sampling.noise import log_exponential
 from glm5.engine.sampling.params import Feature
+from glm5.kernels.sampled_logprobs import divisor
 from glm5.kernels.top_k import top_k
 
 ONE = 2.0**40  # the mass of the likeliest token; 2**18 of them still fit 63 bits
@@ -62,7 +63,7 @@ class Vocabulary:
 def kept(logits_TW: Tensor, best: Best, numbers: Numbers, features: int, vocabulary: Vocabulary) -> Tensor:
     """z of what is kept, -inf elsewhere. Cuts that are not among `features`, as no row has them, are skipped."""
     z_TW = logits_TW - best.value_T[:, None]
-    z_TW /= divisor(numbers("temperature"))[:, None]
+    z_TW /= divisor(numbers("temperature"), z_TW.dtype)[:, None]
     if features & Feature.MIN_P:
         z_TW.masked_fill_(z_TW < numbers("min_p")[:, None], -torch.inf)
     if features & Feature.HEAD:
@@ -76,15 +77,10 @@ def race(z_TW: Tensor, best: Best, position_T: Tensor, numbers: Numbers, vocabul
     return torch.where(numbers("temperature") == 0, best.token_T, vocabulary.best(z_TW).token_T)
 
 
-def divisor(temperature_T: Tensor) -> Tensor:
-    """What logits are divided by: nothing where a row is greedy."""
-    return torch.where(temperature_T == 0, 1.0, temperature_T)
-
-
 def drawn_from(logits_TW: Tensor, temperature_T: Tensor, z_TW: Tensor | None) -> Tensor:
     """Logits of the distribution that tokens come from: edited ones at the temperature, -inf where `kept` left a token
     out. A greedy row leaves out none."""
-    scaled_TW = logits_TW / divisor(temperature_T)[:, None]
+    scaled_TW = logits_TW / divisor(temperature_T, logits_TW.dtype)[:, None]
     if z_TW is None:
         return scaled_TW
     return scaled_TW.masked_fill_((z_TW == -torch.inf) & (temperature_T != 0)[:, None], -torch.inf)

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
 from glm5.kernels.sampled_logprobs.kept import Kept
+from glm5.kernels.sampled_logprobs.reference import divisor
 
-__all__ = ["Kept", "sampled_logprobs"]
+__all__ = ["Kept", "divisor", "sampled_logprobs"]
 
 TABLE = Table(__name__, chunked=Impl("logits of `chunk` positions exist at a time"), reference=Impl("the definition"))
 
