@@ -65,7 +65,7 @@ class PolicyBuilder:
             deterministic=cfg.deterministic,
             num_gpu_blocks_override=pages,
             kv_cache_memory_bytes=None if cfg.kv_cache_gb is None else int(cfg.kv_cache_gb * _GIB),
-            num_threads=self.recipe.threads or (1 if device.type == "cpu" else None),
+            num_threads=threads_of(self.recipe, device),
         )
 
     def sandbox(self, *, unsafe_local: bool) -> Backend | None:
@@ -125,6 +125,11 @@ def environments_of(recipe: RLRecipe) -> dict[str, Environment]:
         if one.level >= (levels := found[one.name].levels):
             raise ConfigError(f"environment {one.name}: level: got {one.level}; allowed: 0 to {levels - 1}")
     return found
+
+
+def threads_of(recipe: RLRecipe, device: torch.device) -> int | None:
+    """Threads of the engine, and on a CPU of the trainer; None: the engine's default."""
+    return recipe.threads or (1 if device.type == "cpu" else None)
 
 
 def num_rollouts(recipe: RLRecipe) -> int:

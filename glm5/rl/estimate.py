@@ -8,7 +8,6 @@ The trainer's peak is the measured one, too, where there is one. Before, every c
 `max_model_len` allows: a bound from above.
 """
 
-import json
 import resource
 import shutil
 from pathlib import Path
@@ -37,6 +36,7 @@ from glm5.train.estimate import (
     kept_values,
     logit_bytes,
     matmul_speed,
+    recipe_json,
     states_per_element,
 )
 from glm5.train.metrics import flops_per_token
@@ -72,8 +72,7 @@ def estimate(recipe: RLRecipe) -> str:
             *lines,
             f"time: about {format_duration(seconds * recipe.steps)}, {seconds:.3g} s a step ({source})",
             f"{recipe.folder}: a state {state / GIB:.3g} GiB, records {recipe.records.max_gb:g}; {free / GIB:.3g} free",
-            "recipe:",
-            json.dumps(json.loads(recipe.model_dump_json()), indent=2),
+            recipe_json(recipe),
         ]
     )
 

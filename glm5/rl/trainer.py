@@ -12,7 +12,7 @@ from torch import Tensor
 from glm5.config.rl import RLRecipe
 from glm5.model.glm5 import Glm5
 from glm5.rl.algorithms.table import preset_of
-from glm5.rl.build import PolicyBuilder
+from glm5.rl.build import PolicyBuilder, threads_of
 from glm5.rl.rollout import Group
 from glm5.rl.training.exact import ExactPass
 from glm5.rl.training.objective import Coefficients, RLObjective
@@ -29,7 +29,7 @@ from glm5.train.master_weights import MasterWeights
 @contextmanager
 def arithmetic(recipe: RLRecipe, device: torch.device) -> Iterator[None]:
     """Inside the block, torch computes as the recipe says: the number of threads, deterministic algorithms."""
-    threads = recipe.threads or 1 if device.type == "cpu" else None
+    threads = threads_of(recipe, device) if device.type == "cpu" else None
     with torch_threads(threads), deterministic(enabled=recipe.rollouts.deterministic and device.type == "cuda"):
         yield
 
@@ -51,8 +51,8 @@ class PolicyTrainer:
         algorithm = recipe.algorithm
         self.preset = preset_of(algorithm.name, algorithm.parameters)
         self._scored = ScoreKeeper()
-        self.coefficients = Coefficients(algorithm.reference_kl, algorithm.entropy)
-        self.objective = RLObjective(self.preset, self.coefficients, on_scored=self._scored)
+        coefficients = Coefficients(algorithm.reference_kl, algorithm.entropy)
+        self.objective = RLObjective(self.preset, coefficients, on_scored=self._scored)
         self.model = builder.model(device)
         choose_parameters(self.model)
         compute = getattr(torch, recipe.model.compute or recipe.model.dtype)
@@ -82,7 +82,7 @@ class PolicyTrainer:
             self.reference.load_state_dict(self.model.state_dict())
         self.step.optimizers.reset()
         if self.recipe.exact:
-            threads = self.recipe.threads or (1 if self.device.type == "cpu" else torch.get_num_threads())
+            threads = threads_of(self.recipe, self.device) or torch.get_num_threads()
             self.exact = self.model.impl = ExactPass(self.model, threads=threads)
             self.objective.scorer = self.exact.logprobs
 
@@ -112,7 +112,7 @@ class PolicyTrainer:
 
     def weights(self) -> dict[str, Tensor]:
         """The weights as the engine gets them."""
-        return {name: weight.detach() for name, weight in self.model.state_dict().items()}
+        return self.model.state_dict()
 
     def learnt(self) -> Mapping[str, Tensor]:
         """The weights as the optimizer updates them."""

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -11,11 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from glm5.common.atomic import atomic_write
 from glm5.common.bounded import TABLES, read_bounded_text
 from glm5.common.errors import TrainingError
 from glm5.common.extras import require
 from glm5.config.rl import RLRecipe
-from glm5.train.metrics import check_board
+from glm5.train.metrics import check_board, short
 from glm5.train.progress_table import LEAST_WIDTH, ProgressTable, clock_of, columns
 from glm5.train.state import writing_to
 
@@ -54,9 +54,8 @@ class Watch:
     def __enter__(self) -> Self:
         with writing_to(self._file):
             kept = [line for line in read_lines(self._file) if 0 < self._first >= line["step"]]
-            building = self._file.with_name(f".{self._file.name}.new")
-            building.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(building, self._file)
+            with atomic_write(self._file) as handle:
+                handle.writelines(json.dumps(line) + "\n" for line in kept)
             self._handle = self._file.open("a", encoding="utf-8")
         return self
 
@@ -115,11 +114,11 @@ class Watch:
         self._stream.flush()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        short = {name: float(f"{one:.6g}") if isinstance(one, float) else one for name, one in record.items()}
+        record = {name: short(one) for name, one in record.items()}
         with writing_to(self._file):
-            self._handle.write(json.dumps(short) + "\n")
+            self._handle.write(json.dumps(record) + "\n")
             self._handle.flush()
-        numbers = {name: one for name, one in short.items() if isinstance(one, float | int) and name != "step"}
+        numbers = {name: one for name, one in record.items() if isinstance(one, float | int) and name != "step"}
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, record["step"])

@@ -16,6 +16,7 @@ import torch
 
 from glm5.common import host_memory
 from glm5.config.model import ModelConfig
+from glm5.config.step import Section
 from glm5.config.tensors import count_parameters
 from glm5.config.train import Recipe, StageConfig
 from glm5.kernels.sequence_attention.flash import MAX_WIDTH
@@ -70,7 +71,7 @@ def estimate(recipe: Recipe) -> str:
     return "\n".join([*lines, recipe_json(recipe)])
 
 
-def recipe_json(recipe: Recipe) -> str:
+def recipe_json(recipe: Section) -> str:
     return "recipe:\n" + json.dumps(json.loads(recipe.model_dump_json()), indent=2)
 
 

@@ -7,7 +7,6 @@ Recomputation and indexers are not counted (training notes, 6b).
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any, Self, TextIO
 
 import torch
 
+from glm5.common.atomic import atomic_write
 from glm5.common.extras import require
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
@@ -95,7 +95,7 @@ class MetricsLog:
 
     def _write(self, record: Mapping[str, Any]) -> None:
         with writing_to(self._file):
-            self._handle.write(json.dumps({key: _short(value) for key, value in record.items()}) + "\n")
+            self._handle.write(json.dumps({key: short(value) for key, value in record.items()}) + "\n")
             self._handle.flush()
             if self._board is not None:
                 for name, value in record.items():
@@ -146,12 +146,12 @@ def _truncate(file: Path, stage: str, first: int) -> None:
         if record["stage"] == stage and record["step"] > first:
             break
         kept.append(json.dumps(record) + "\n")
-    building = file.with_name(f".{file.name}.new")
-    building.write_text("".join(kept), encoding="utf-8")
-    os.replace(building, file)
+    with atomic_write(file) as handle:
+        handle.writelines(kept)
 
 
-def _short(value: Any) -> Any:
+def short(value: Any) -> Any:
+    """A number with as many digits as the file has."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 

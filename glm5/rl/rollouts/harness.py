@@ -15,6 +15,7 @@ from hashlib import blake2b
 from typing import Any
 
 from glm5.common.errors import EngineDead, GlmError
+from glm5.rl.environments.play import as_message
 from glm5.rl.environments.protocol import EpisodeFailed, FailureKind, Message, Reply, Task, Turn
 from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
 from glm5.rl.rollout import Rollout
@@ -143,12 +144,7 @@ class _Player:
         seat.rollout.num_turns += 1
         seat.rollout.is_truncated = sampled.is_truncated
         reply = self.harness.chat.reply(sampled.token_ids, self.task.tools, is_truncated=sampled.is_truncated)
-        message: dict[str, object] = {"role": "assistant", "content": reply.content}
-        if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
-        if reply.tool_calls:
-            message["tool_calls"] = list(reply.tool_calls)
-        seat.rollout.messages.append(message)
+        seat.rollout.messages.append(as_message(reply))
         return reply
 
     def _hear(self, number: int, messages: Sequence[Message]) -> None:
