@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
+from itertools import chain
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -164,13 +165,7 @@ class SamplingParams:
     logits_processors: None = None
 
     def __post_init__(self) -> None:
-        for name, types, minimum, maximum, allowed in _CHECKS:
-            given = getattr(self, name)
-            value = plain(given)
-            if value is not given:
-                object.__setattr__(self, name, value)
-            if type(value) not in types or not (value is None or minimum <= value <= maximum):
-                raise _refusal(name, value, allowed)
+        self._check_numbers(NUMBERS)
         for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
             object.__setattr__(self, name, _as_tuple([value] if isinstance(value, str) else value))
@@ -182,9 +177,7 @@ class SamplingParams:
         for name in ("extra_args", "logits_processors"):
             if isinstance(getattr(self, name), Sized) and not len(getattr(self, name)):
                 object.__setattr__(self, name, None)
-        for name, good, allowed in (*self._together(), *self._lists(), *self._others()):
-            if not good:
-                raise _refusal(name, getattr(self, name), allowed)
+        self._check(self._together(), self._lists(), self._others())
 
     @property
     def greedy(self) -> bool:
@@ -206,7 +199,13 @@ class SamplingParams:
 
     def but(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed, checked again."""
-        return replace(self, **changes)
+        if not changes.keys() <= NUMBERS.keys():
+            return replace(self, **changes)
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__, **changes)
+        copy._check_numbers(changes)
+        copy._check(copy._together())
+        return copy
 
     def sequences(self) -> list[SamplingParams]:
         """One set of parameters for each of the n answers, with seeds of their own (`answer_seeds`)."""
@@ -233,6 +232,21 @@ class SamplingParams:
         if sampling_mask and not 0 < self.top_k <= MAX_MASK:
             allowed = f"1 to {MAX_MASK} with sampling masks, which hold up to top_k token ids for each token"
             raise _refusal("top_k", self.top_k, allowed)
+
+    def _check_numbers(self, names: Iterable[str]) -> None:
+        for name in names:
+            types, minimum, maximum, allowed = _CHECKS[name]
+            given = getattr(self, name)
+            value = plain(given)
+            if value is not given:
+                object.__setattr__(self, name, value)
+            if type(value) not in types or not (value is None or minimum <= value <= maximum):
+                raise _refusal(name, value, allowed)
+
+    def _check(self, *rules: Iterable[tuple[str, bool, str]]) -> None:
+        for name, good, allowed in chain(*rules):
+            if not good:
+                raise _refusal(name, getattr(self, name), allowed)
 
     def _together(self) -> Iterator[tuple[str, bool, str]]:
         """What bounds alone do not say."""
@@ -302,7 +316,7 @@ _HINTS = get_type_hints(SamplingParams, include_extras=True)
 _FLAGS = [name for name, hint in _HINTS.items() if hint is bool]
 NUMBERS = dict(_numbers())
 LOGIT_NUMBERS = {name: number for name, number in NUMBERS.items() if number.bounds.feature}  # those that act on logits
-_CHECKS = [(name, one.types, one.bounds.minimum, one.bounds.maximum, one.allowed) for name, one in NUMBERS.items()]
+_CHECKS = {name: (one.types, one.bounds.minimum, one.bounds.maximum, one.allowed) for name, one in NUMBERS.items()}
 
 
 def _as_text(kind: str, value: Any) -> str:

@@ -18,7 +18,7 @@ _STEP = 6_180_339_887_498_949  # coprime to 10: seeds walk through all rows of a
 class Digits(Playable):
     """`kind`: what to do with them. The first 10 ** length seeds of a level are all different rows."""
 
-    levels = len(LENGTHS)
+    levels, is_quick = len(LENGTHS), True
 
     def __init__(self, kind: Literal["reverse", "sort"]) -> None:
         self.name, self._kind = kind, kind

@@ -25,7 +25,7 @@ Cell = tuple[int, int]
 class Grid(Playable):
     """Every task can be solved, within MAX_STEPS steps."""
 
-    name, levels, num_turns = "grid", len(LEVELS), NUM_TURNS
+    name, levels, num_turns, is_quick = "grid", len(LEVELS), NUM_TURNS, True
 
     def task(self, seed: int, level: int) -> Task:
         (side, num_walls), random = LEVELS[level], Random(f"grid {level} {seed}")

@@ -21,7 +21,7 @@ CRASH = "crash"
 class Guess(Playable):
     """Seeds 0 to 14 are the 15 numbers, and so on in turn. An illegal guess ends the episode with reward 0."""
 
-    num_turns = NUM_GUESSES
+    num_turns, is_quick = NUM_GUESSES, True
 
     def __init__(self, *, can_crash: bool = False) -> None:
         self.name, self.can_crash = "guess-crash" if can_crash else "guess", can_crash

@@ -85,7 +85,7 @@ def _asked(card: str, history: str) -> Message:
 class Kuhn(Playable):
     """Seeds 0 to 5 are the six deals, and so on in turn. Rewards are what each seat wins, from -2 to 2."""
 
-    name, num_turns, num_seats = "kuhn", 3, 2
+    name, num_turns, num_seats, is_quick = "kuhn", 3, 2, True
 
     def task(self, seed: int, level: int) -> Task:
         deal = DEALS[seed % len(DEALS)]

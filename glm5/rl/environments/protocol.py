@@ -102,8 +102,9 @@ class Environment(Protocol):
     """Tasks and their episodes; implementations inherit the defaults.
 
     `levels`: number of levels of difficulty, 0 the easiest. `num_turns`: the most replies of an episode, of all seats
-    together. `sandbox_levels`: those whose tasks run what the policy writes. An object serves many episodes at once,
-    from several threads: it keeps no state of theirs.
+    together. `sandbox_levels`: those whose tasks run what the policy writes. `is_quick`: whether every answer is
+    computed in far less than a millisecond and waits for nothing, so that a worker may give many in one go. An object
+    serves many episodes at once, from several threads: it keeps no state of theirs.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Environment(Protocol):
     num_turns: int = 1
     num_seats: int = 1
     sandbox_levels: Sequence[int] = ()
+    is_quick: bool = False
 
     def task(self, seed: int, level: int) -> Task:
         """Any seed from 0 is a task; `level` from 0 to `levels` - 1."""

@@ -1,8 +1,9 @@
 """What travels between a training process and its environment workers: frames of JSON, bounded in size.
 
 frame     4 bytes of length, then a JSON object
-request   {"id", "op": start | task | reset | step | close | score_group, ...}
+request   {"id", "op": start | task | reset | step | close | score_group | batch, ...}
 answer    {"id", "value"} or {"id", "failed": [kind, reason]}
+batch     "requests": requests without ids, each a string of JSON; "value": a list of answers without ids
 """
 
 import json

@@ -36,20 +36,27 @@ class Worker:
         self.episodes: dict[int, Episode] = {}
 
     def answer(self, request: Mapping[str, Any]) -> None:
-        """Answer one request; whatever it raises is a failure that the answer names."""
+        """Answer one request."""
+        number = {"id": request["id"]}
         try:
-            answer = frame({"id": request["id"], "value": getattr(self, f"_{request['op']}")(request)})
-        except Exception as error:  # noqa: BLE001 - a bug of an environment is named to the run, which goes on
-            kind = error.kind if isinstance(error, EpisodeFailed) else "environment"
-            kind = "sandbox" if isinstance(error, SandboxFailed) else kind
-            known = isinstance(error, EpisodeFailed | GlmError | SandboxFailed | TooLarge)
-            reason = (str(error) if known else reason_of(error))[:_MAX_REASON]
-            answer = frame({"id": request["id"], "failed": [kind, reason]})
+            answer = frame(number | self._result(request))
+        except (TooLarge, TypeError, ValueError) as error:
+            answer = frame(number | _failure(error))
         with self._writing, suppress(BrokenPipeError):
             self._answers.write(answer)
             self._answers.flush()
 
-    def _start(self, request: Mapping[str, Any]) -> None:
+    def _result(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Its value; whatever it raises is a failure that the answer names."""
+        try:
+            return {"value": getattr(self, f"_{request['op']}")(request)}
+        except Exception as error:  # noqa: BLE001 - a bug of an environment is named to the run, which goes on
+            return _failure(error)
+
+    def _batch(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [self._result(json.loads(one)) for one in request["requests"]]
+
+    def _start(self, request: Mapping[str, Any]) -> dict[str, list[str]]:
         sys.path.extend(path for path in request["path"] if path not in sys.path)
         boxes = NO_BOXES
         if request["sandbox"] is not None:
@@ -58,6 +65,8 @@ class Worker:
         for name in request["names"]:
             environment = make(name, boxes)
             self._environments |= {name: environment, environment.name: environment}
+        scoring = [name for name, one in self._environments.items() if _scores_groups(one)]
+        return {"quick": [name for name, one in self._environments.items() if one.is_quick], "scoring": scoring}
 
     def _task(self, request: Mapping[str, Any]) -> dict[str, Any]:
         return as_json(self._environments[request["name"]].task(request["seed"], request["level"]))
@@ -77,6 +86,17 @@ class Worker:
     def _score_group(self, request: Mapping[str, Any]) -> list[float]:
         task = as_task(request["task"])
         return list(self._environments[task.environment].score_group(task, request["rewards"]))
+
+
+def _scores_groups(environment: Environment) -> bool:
+    return type(environment).score_group is not Environment.score_group
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    kind = error.kind if isinstance(error, EpisodeFailed) else "environment"
+    kind = "sandbox" if isinstance(error, SandboxFailed) else kind
+    known = isinstance(error, EpisodeFailed | GlmError | SandboxFailed | TooLarge)
+    return {"failed": [kind, (str(error) if known else reason_of(error))[:_MAX_REASON]]}
 
 
 def main() -> None:

@@ -8,7 +8,7 @@
 
 A worker runs many episodes, several at a time. Every answer has a time limit: a worker that exceeds it, or dies, is
 killed and replaced, and its episodes fail with EpisodeFailed("environment"). What an environment raises is
-EpisodeFailed as well.
+EpisodeFailed as well. What is asked of quick environments in one turn of the event loop travels together.
 """
 
 import asyncio
@@ -35,6 +35,7 @@ from glm5.rl.sandbox.backends import Backend
 START_SECONDS = 120.0  # a library of environments may take half a minute to import
 STEP_SECONDS = 120.0
 CLOSE_SECONDS = 10.0
+MAX_BATCH, MAX_BATCHED = 256, 8192  # requests that travel together, and characters of each: together below MAX_FRAME
 
 
 class EnvironmentWorkers:
@@ -74,43 +75,56 @@ class EnvironmentWorkers:
 
     async def task(self, name: str, seed: int, level: int) -> Task:
         """The task of that seed and level."""
-        return as_task(await self._ask("task", name=name, seed=seed, level=level))
+        worker = await self._freest().worker()
+        return as_task(await worker.ask("task", self._seconds, name, name=name, seed=seed, level=level))
 
     async def reset(self, task: Task) -> "RemoteEpisode":
         """Begin an episode. Raises EpisodeFailed, as all of these do."""
-        slot = min(self._slots, key=lambda slot: slot.num_episodes)
+        slot = self._freest()
         slot.num_episodes += 1
         number = next(self._numbers)
         try:
             worker = await slot.worker()
-            messages = await worker.ask("reset", self._seconds, task=as_json(task), episode=number)
+            name = task.environment
+            messages = await worker.ask("reset", self._seconds, name, task=as_json(task), episode=number)
         except BaseException:
             slot.num_episodes -= 1
             raise
-        return RemoteEpisode(slot, worker, number, tuple(messages), self._seconds)
+        return RemoteEpisode(slot, worker, number, name, tuple(messages), self._seconds)
 
     async def score_group(self, task: Task, rewards: Sequence[float]) -> list[float]:
         """Rewards of a group's rollouts that depend on each other."""
-        return await self._ask("score_group", task=as_json(task), rewards=list(rewards))
+        worker = await self._freest().worker()
+        if task.environment not in worker.scoring:
+            return list(rewards)
+        return await worker.ask(
+            "score_group", self._seconds, task.environment, task=as_json(task), rewards=list(rewards)
+        )
 
-    async def _ask(self, op: str, **fields: Any) -> Any:
-        worker = await min(self._slots, key=lambda slot: slot.num_episodes).worker()
-        return await worker.ask(op, self._seconds, **fields)
+    def _freest(self) -> "_Slot":
+        return min(self._slots, key=lambda slot: slot.num_episodes)
 
 
 class RemoteEpisode:
     """An episode in a worker. Close it, or use it as an async context manager. `step_seconds`: time for one answer."""
 
     def __init__(
-        self, slot: "_Slot", worker: "_Worker", number: int, messages: tuple[Message, ...], step_seconds: float
+        self,
+        slot: "_Slot",
+        worker: "_Worker",
+        number: int,
+        environment: str,
+        messages: tuple[Message, ...],
+        step_seconds: float,
     ) -> None:
         self.messages = messages
         self.step_seconds = step_seconds
         self._slot, self._worker, self._number, self._is_closed = slot, worker, number, False
+        self._environment = environment
 
     async def step(self, reply: Reply) -> Turn:
         """What the environment answers. Raises EpisodeFailed."""
-        value = await self._worker.ask("step", self.step_seconds, episode=self._number, reply=as_json(reply))
+        value = await self._ask("step", reply=as_json(reply))
         try:
             return as_turn(value)
         except (ValueError, TypeError) as error:
@@ -122,7 +136,10 @@ class RemoteEpisode:
             self._is_closed = True
             self._slot.num_episodes -= 1
             with suppress(EpisodeFailed):
-                await self._worker.ask("close", self.step_seconds, episode=self._number)
+                await self._ask("close")
+
+    async def _ask(self, op: str, **fields: Any) -> Any:
+        return await self._worker.ask(op, self.step_seconds, self._environment, episode=self._number, **fields)
 
     async def __aenter__(self) -> Self:
         return self
@@ -154,10 +171,13 @@ class _Slot:
 
 
 class _Worker:
-    """A process, and the requests that it has not answered."""
+    """A process, and the requests that it has not answered. `quick`, `scoring`: names of environments whose requests
+    may travel together, and of those with rewards that depend on a whole group."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self.quick, self.scoring = frozenset[str](), frozenset[str]()
+        self._batch, self._batch_answers = list[str](), asyncio.Future[list[Any]]()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers, self._turns = count(), asyncio.Semaphore(NUM_THREADS)
         self._gone = ""
@@ -172,7 +192,8 @@ class _Worker:
         )
         worker = cls(process)
         try:
-            await worker.ask("start", START_SECONDS, **settings)
+            found = await worker.ask("start", START_SECONDS, "", **settings)
+            worker.quick, worker.scoring = frozenset(found["quick"]), frozenset(found["scoring"])
         except BaseException:
             await worker.end("it could not start")
             raise
@@ -182,20 +203,39 @@ class _Worker:
     def is_gone(self) -> bool:
         return bool(self._gone)
 
-    async def ask(self, op: str, seconds: float, **fields: Any) -> Any:
+    async def ask(self, op: str, seconds: float, environment: str, **fields: Any) -> Any:
         """The answer to a request. Raises EpisodeFailed."""
+        if environment not in self.quick or len(request := json.dumps({"op": op, **fields})) > MAX_BATCHED:
+            return await self._ask(op, seconds, **fields)
+        if not self._batch or len(self._batch) == MAX_BATCH:
+            self._batch = list[str]()
+            self._batch_answers = asyncio.create_task(self._ask_together(self._batch, seconds))
+        index, answers = len(self._batch), self._batch_answers
+        self._batch.append(request)
+        answer = (await asyncio.shield(answers))[index]
+        if failed := answer.get("failed"):
+            raise EpisodeFailed(*failed)
+        return answer["value"]
+
+    async def _ask_together(self, requests: list[str], seconds: float) -> list[dict[str, Any]]:
+        """Answers to what has been asked until this task runs."""
+        if self._batch is requests:
+            self._batch = []
+        return await self._ask("batch", seconds, requests=requests)
+
+    async def _ask(self, op: str, seconds: float, **fields: Any) -> Any:
         async with self._turns:  # so that the time limit does not count a wait for other episodes
             if self._gone:
                 raise EpisodeFailed("environment", self._gone)
             number = next(self._numbers)
             try:
-                request = frame({"id": number, "op": op, **fields})
+                message = frame({"id": number, "op": op, **fields})
             except TooLarge as error:
                 raise EpisodeFailed("harness", str(error)) from None
             answer = self._waiting[number] = asyncio.get_running_loop().create_future()
             try:
                 async with asyncio.timeout(seconds):
-                    await self._send(request)
+                    await self._send(message)
                     return await answer
             except TimeoutError:
                 await self.end(f"{op} took more than {seconds:g} s")

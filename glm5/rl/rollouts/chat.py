@@ -7,7 +7,7 @@ repeated.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from glm5.chat.parser import parse_ids
@@ -16,7 +16,7 @@ from glm5.common.errors import ConfigError, RequestError
 from glm5.rl.environments.protocol import Message, Reply
 from glm5.train.data.chat import examples_of
 
-_MOST_KEPT = 4096  # continuations, and replies, whose conversion is remembered: small environments repeat them
+_MOST_KEPT = 4096  # prompts, continuations and replies whose conversion is remembered: groups share prompts
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -29,6 +29,7 @@ class TokenChat:
         assert template.tokenizer is not None, "a template without a tokenizer"
         self.template, self.tokenizer, self.enable_thinking = template, template.tokenizer, enable_thinking
         self._options = {"enable_thinking": enable_thinking, "clear_thinking": False}
+        self._prompts: dict[str, list[int]] = {}
         self._continuations: dict[str, list[int]] = {}
         self._replies: dict[tuple[int, ...], Reply] = {}
         try:
@@ -38,16 +39,16 @@ class TokenChat:
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Token ids of a first prompt."""
-        return self.template.encode([dict(one) for one in messages], list(tools) or None, **self._options)
+        return self._known(
+            self._prompts,
+            messages,
+            tools,
+            lambda: self.template.encode([dict(one) for one in messages], list(tools) or None, **self._options),
+        )
 
     def continuation(self, messages: Sequence[Message], tools: Tools, last_token: int) -> list[int]:
         """Token ids that follow a sampled reply: messages of the environment, and the next generation prompt."""
-        key = json.dumps([list(map(dict, messages)), [dict(tool) for tool in tools]], sort_keys=True)
-        ids = self._continuations.get(key)
-        if ids is None:
-            if len(self._continuations) >= _MOST_KEPT:
-                self._continuations.clear()
-            ids = self._continuations[key] = self._render_continuation(messages, tools)
+        ids = self._known(self._continuations, messages, tools, lambda: self._render_continuation(messages, tools))
         return ids[1:] if ids and ids[0] == last_token else ids
 
     def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[bool]]:
@@ -86,6 +87,18 @@ class TokenChat:
                 self._replies.clear()
             self._replies[key] = found
         return found
+
+    @staticmethod
+    def _known(
+        known: dict[str, list[int]], messages: Sequence[Message], tools: Tools, render: Callable[[], list[int]]
+    ) -> list[int]:
+        key = json.dumps([list(map(dict, messages)), [dict(tool) for tool in tools]], sort_keys=True)
+        ids = known.get(key)
+        if ids is None:
+            if len(known) >= _MOST_KEPT:
+                known.clear()
+            ids = known[key] = render()
+        return ids
 
     def _render_continuation(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """The template's text for `messages` after any assistant's message: rendered after a short one."""

@@ -70,7 +70,7 @@ def test_what_an_environment_does_wrong_fails_its_episode_alone():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("said", "reason"), [("die", "code 3"), ("hang", "step took more than 0.5 s")])
+@pytest.mark.parametrize(("said", "reason"), [("die", "code 3"), ("hang", "batch took more than 0.5 s")])
 def test_a_worker_that_dies_or_hangs_is_replaced(said, reason):
     async def run() -> None:
         async with EnvironmentWorkers([HOSTILE]) as workers:
