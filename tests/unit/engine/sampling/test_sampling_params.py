@@ -2,8 +2,9 @@
 
 import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -161,3 +162,30 @@ def test_bad_words_as_tokens():
         bad_word_ids(["Q" * (MAX_BAD_WORD_LEN + 8)], tokenizer.encode)
     with pytest.raises(RequestError, match="is 0 tokens"):
         bad_word_ids([" "], lambda text: [])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 2**63, "max_tokens": 7},
+        {"n": 3},
+        {"temperature": np.float32(0.5), "top_k": 4},
+        {"seed": None, "max_tokens": None},
+        {"seed": 1.5},
+        {"max_tokens": 0},
+        {"min_tokens": 17},
+        {"top_p": 0.0},
+        {"temperature": 0.0, "n": 2},
+        {"truncate_prompt_tokens": 0},
+    ],
+)
+def test_changed_numbers_are_checked_as_new_ones(changes):
+    """`but` checks what numbers can break, and nothing else."""
+    given = SamplingParams(stop=["a"], logit_bias={3: 1.0}, output_kind="DELTA")
+    results = []
+    for change in (given.but, partial(replace, given)):
+        try:
+            results.append(change(**changes))
+        except RequestError as error:
+            results.append((str(error), error.param))
+    assert results[0] == results[1]
