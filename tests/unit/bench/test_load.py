@@ -52,6 +52,7 @@ def test_a_line_for_each_number_of_ranks_and_a_checkpoint_that_is_used_again(run
 
 
 def test_a_checkpoint_of_another_size_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "_rate", lambda *_: 1.0)
     assert run() == 0
     monkeypatch.setattr(bench, "sized", lambda _gigabytes: preset("tiny").replace(**WIDE | {"n_routed_experts": 8}))
     with pytest.raises(UsageError, match=r"--folder: .*ck holds a checkpoint of .* GB, and --gigabytes 8 asks for one"):

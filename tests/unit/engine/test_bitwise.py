@@ -170,10 +170,13 @@ WAYS = {
 }
 
 
-# On torch each takes ten times as long: in `make test` those that combine most.
-ON_TORCH = ("chunks of 7", "adaptive drafts", "one by one", "all at once")
+# On torch each takes ten times as long: in `make test` the one that combines most.
+ON_TORCH, SLOWEST = ("all at once",), ("chunks of 7", "adaptive drafts", "one by one")
 PAIRS = [pytest.param("native", way, marks=pytest.mark.compiler) for way in WAYS] + [
-    pytest.param("torch", way, marks=() if way in ON_TORCH else pytest.mark.slow) for way in WAYS
+    pytest.param(
+        "torch", way, marks=() if way in ON_TORCH else pytest.mark.slow if way not in SLOWEST else pytest.mark.long
+    )
+    for way in WAYS
 ]
 
 

@@ -36,7 +36,7 @@ def random_prompts(rng, count, longest=150):
 
 @pytest.mark.parametrize("launch_ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("chunk", [7, None], ids=["chunks of 7", "whole"])
+@pytest.mark.parametrize("chunk", [7, pytest.param(None, marks=pytest.mark.long)], ids=["chunks of 7", "whole"])
 def test_greedy_answers_are_those_of_the_model(model, rng, launch_ahead, depth, chunk):
     prompts = random_prompts(rng, 6)
     bench = Bench(model, depth=depth, launch_ahead=launch_ahead, max_prompt_chunk=chunk)
@@ -44,7 +44,7 @@ def test_greedy_answers_are_those_of_the_model(model, rng, launch_ahead, depth, 
     assert [got[i] for i in range(6)] == [greedy(model, prompt, 12) for prompt in prompts]
 
 
-@pytest.mark.parametrize("name", ["model", "sharing"])
+@pytest.mark.parametrize("name", ["model", pytest.param("sharing", marks=pytest.mark.long)])
 def test_sampled_answers_do_not_depend_on_the_way(request, rng, name):
     """Depth, launch-ahead, chunks, batch size, preemption, a warm cache: none of it shows in a seeded answer."""
     model = request.getfixturevalue(name)

@@ -25,7 +25,9 @@ def run(seed: int, **options) -> World:
         raise
 
 
-@pytest.mark.parametrize("block", range(NUM_BLOCKS))
+@pytest.mark.parametrize(
+    "block", [*range(10), *(pytest.param(block, marks=pytest.mark.long) for block in range(10, NUM_BLOCKS))]
+)
 def test_random_schedules(block):
     worlds = [run(seed) for seed in seeds(block, WORLDS_PER_BLOCK)]
     assert sum(world.num_preempted for world in worlds) > WORLDS_PER_BLOCK // 2, "too little happens"

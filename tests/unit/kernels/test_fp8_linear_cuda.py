@@ -46,7 +46,13 @@ def rows_on_cpu(request, monkeypatch, tmp_path):
 
 @pytest.mark.compiler
 # Tiles of rows of several owners and of one; a stage's first use alone; groups of 16, 4 and 2 blocks.
-@pytest.mark.parametrize(("ranks", "T", "O", "D"), [(2, 160, 256, 2048), (3, 384, 512, 512), (4, 512, 256, 768)])
+@pytest.mark.parametrize(
+    ("ranks", "T", "O", "D"),
+    [
+        (3, 384, 512, 512),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(2, 160, 256, 2048), (4, 512, 256, 768)]),
+    ],
+)
 def test_rows_go_to_their_ranks(rows_on_cpu, gen, ranks, T, O, D):
     x, weight = torch.randn(T, D, generator=gen).bfloat16(), quantize_blocks(torch.randn(O, D, generator=gen))
     x[:5] = 0  # whose products are zeros of either sign

@@ -42,7 +42,7 @@ def on_cpu(monkeypatch, tmp_path, gen):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("T", [70, 210])
+@pytest.mark.parametrize("T", [70, pytest.param(210, marks=pytest.mark.long)])
 def test_agrees_with_the_reference(on_cpu, gen, T):
     case = make_experts(T, 5, 2, 512, 256, gen).to("cpu", torch.bfloat16)
     case.expert[: T // 2 + 25] = torch.tensor([2, 3])  # tiles of all sizes
@@ -66,7 +66,7 @@ def test_waits_for_a_tile_that_another_program_is_still_with(on_cpu, gen):
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("num_pairs", [3, 2048, 5000])
+@pytest.mark.parametrize("num_pairs", [5000, *(pytest.param(n, marks=pytest.mark.long) for n in (3, 2048))])
 def test_plans_pairs_in_the_order_of_experts(on_cpu, gen, num_pairs):
     num_experts, block_t, num_shared = 40, 96, 7
     expert = torch.randint(0, num_experts - 1, (num_pairs, 1), generator=gen, dtype=torch.int32)  # one gets none

@@ -16,7 +16,14 @@ from tests.support.interpreter import DTYPES, interpreted
 pytestmark = interpreted
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [("plain", d) for d in DTYPES] + [("fp8", torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("plain", torch.float16),
+        *(pytest.param(layout, torch.float32, marks=pytest.mark.long) for layout in ("plain", "fp8")),
+    ],
+    ids=str,
+)
 def test_keys_and_attention_are_of_a_query_alone(layout, dtype, gen):
     case = Paged(gen, dtype, layout=layout)
     every = torch.arange(case.num_queries)
@@ -47,8 +54,15 @@ def test_a_router_sees_one_row(dtype, gen):
             assert torch.equal(got[9], whole[row])
 
 
-@pytest.mark.parametrize("with_shared", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "with_shared"),
+    [
+        (torch.float16, True),
+        pytest.param(torch.float16, False, marks=pytest.mark.long),
+        *(pytest.param(torch.float32, shared, marks=pytest.mark.long) for shared in (True, False)),
+    ],
+    ids=str,
+)
 def test_experts_of_a_row_are_its_own(dtype, with_shared, gen):
     """Of rows in any number, of which many or few share an expert."""
     case = make_experts(40, 4, 2, 200, 72, gen).to("cpu", dtype)

@@ -23,8 +23,16 @@ def make_case(lengths: list[int], padding: int, num_heads: int, gen: torch.Gener
 
 
 @pytest.mark.compiler
-@pytest.mark.parametrize("shares", [1, 2])
-@pytest.mark.parametrize(("lengths", "padding"), [([1], 0), ([270], 0), ([100, 3, 130], 20)], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "padding", "shares"),
+    [
+        ([1], 0, 1),
+        ([100, 3, 130], 20, 1),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [([270], 0, 1), ([1], 0, 2), ([270], 0, 2)]),
+        pytest.param([100, 3, 130], 20, 2, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_agrees_with_the_reference(monkeypatch, gen, tmp_path, lengths, padding, shares):
     """Rings that are used again, requests that begin inside a tile, padding rows, a last tile of few rows."""
     given = {"SHARES": shares, "SHARED_STORAGE": cuda._SHARED_STORAGE}
