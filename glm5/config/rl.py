@@ -26,9 +26,10 @@ class RLConfig(Command):
     """Train a policy by reinforcement learning, by a recipe. The same command resumes an interrupted run.
 
     `glm5 rl view FOLDER` shows what a run has recorded, and `glm5 rl replay FOLDER STEP` redoes one of its steps.
+    `glm5 rl filter RECIPE` finds the tasks that are neither too easy nor too hard.
     """
 
-    more_words = "see also  glm5 rl view FOLDER  and  glm5 rl replay FOLDER STEP"
+    more_words = "see also  glm5 rl view FOLDER,  glm5 rl replay FOLDER STEP  and  glm5 rl filter RECIPE"
     recipe: Annotated[str, Positional()]
     """TOML file."""
     set: tuple[str, ...] = ()
@@ -50,12 +51,22 @@ class EnvironmentSection(Section):
     """Share of the groups, relative to the other environments."""
     level: Annotated[int, Field(ge=0, le=1000)] = 0
     """Difficulty of the tasks; with a ladder, that of the first ones."""
+    tasks_file: Place | None = None
+    """File that `glm5 rl filter` wrote, whose tasks alone are trained on, in turn: all levels, or those of the ladder's
+    level."""
     tasks: Count | None = None
     """Number of different tasks to train on. Default: new ones all the time."""
-    first_task: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    first_task: Annotated[int, Field(ge=0, lt=2**39)] = 0
     """Seed of the first task; the others have the seeds after it."""
     ladder: Share | None = None
     """Mean reward of a level over the last groups from which on the next level is asked. Default: the level stays."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        names = ("tasks", "first_task") if self.ladder is not None else ("tasks", "first_task", "level")
+        if self.tasks_file is not None and (given := [name for name in names if getattr(self, name)]):
+            raise ValueError(f"tasks_file says which tasks: leave out {' and '.join(given)}")
+        return self
 
 
 class WarmStart(Section):
