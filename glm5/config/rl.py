@@ -104,8 +104,8 @@ class Rollouts(Section):
     temperature: Annotated[float, Field(ge=0.1, le=2)] = 1.0
     """Not published."""
     top_p: Share = 1.0
-    top_k: Annotated[int, Field(ge=0, le=2048)] = 0
-    """0: all tokens. Needed with top_p and min_p: the tokens that each was drawn from are recorded."""
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """0: all tokens. Where top_k, top_p or min_p leave some out, those that a token was drawn from are recorded."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_tokens: Annotated[int, Field(ge=1, le=10**6)] = 512
     """Tokens of a reply."""
@@ -121,12 +121,6 @@ class Rollouts(Section):
     """The most conversations at a time. Default: all of a step."""
     kv_cache_gb: Positive | None = None
     """Memory of the engine's KV cache. Default: what the step's conversations need at most."""
-
-    @model_validator(mode="after")
-    def _records_kept(self) -> Self:
-        if not self.top_k and (self.top_p < 1 or self.min_p):
-            raise ValueError("top_p and min_p: need top_k, from 1 to 2048, such as top_k = 256")
-        return self
 
 
 class Evaluation(Section):

@@ -73,7 +73,8 @@ def test_every_command_has_help(name, capsys):
         ("generate m Hello you",
          "glm5 generate takes no 'Hello' 'you'; texts are given by  --prompt \"TEXT\"  or on standard input"),
         ("rl veiw m",
-         "glm5 rl takes no 'm'; see also  glm5 rl view FOLDER,  glm5 rl replay FOLDER STEP  and  glm5 rl filter RECIPE"),
+         ("glm5 rl takes no 'm'; see also  glm5 rl view FOLDER,  glm5 rl replay FOLDER STEP  "
+          "and  glm5 rl filter RECIPE")),
         ("rl view m --prot 1", "glm5 rl view has no flag --prot; did you mean --port?"),
         ("rl replay m 0", "STEP: got '0'; allowed: at least 1"),
         ("inspect m n", "glm5 inspect takes no 'n'; see  glm5 inspect --help"),
