@@ -39,6 +39,7 @@ COMMANDS = {
     "train": "train as a recipe says",
     "rl": "reinforcement learning as a recipe says",
     "rl view": "a run's rollouts, token by token, and its curves",
+    "rl filter": "find the tasks of a recipe that are neither too easy nor too hard",
     "rl replay": "redo a training step of a run, to the same bits",
     "bench all": "everything about a model on this machine, part by part",
     "bench throughput": "tokens a second of requests that come at once",

@@ -26,9 +26,10 @@ class RLConfig(Command):
     """Train a policy by reinforcement learning, by a recipe. The same command resumes an interrupted run.
 
     `glm5 rl view FOLDER` shows what a run has recorded, and `glm5 rl replay FOLDER STEP` redoes one of its steps.
+    `glm5 rl filter RECIPE` finds the tasks that are neither too easy nor too hard.
     """
 
-    more_words = "see also  glm5 rl view FOLDER  and  glm5 rl replay FOLDER STEP"
+    more_words = "see also  glm5 rl view FOLDER,  glm5 rl replay FOLDER STEP  and  glm5 rl filter RECIPE"
     recipe: Annotated[str, Positional()]
     """TOML file."""
     set: tuple[str, ...] = ()
@@ -50,12 +51,22 @@ class EnvironmentSection(Section):
     """Share of the groups, relative to the other environments."""
     level: Annotated[int, Field(ge=0, le=1000)] = 0
     """Difficulty of the tasks; with a ladder, that of the first ones."""
+    tasks_file: Place | None = None
+    """File that `glm5 rl filter` wrote, whose tasks alone are trained on, in turn: all levels, or those of the ladder's
+    level."""
     tasks: Count | None = None
     """Number of different tasks to train on. Default: new ones all the time."""
-    first_task: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    first_task: Annotated[int, Field(ge=0, lt=2**39)] = 0
     """Seed of the first task; the others have the seeds after it."""
     ladder: Share | None = None
     """Mean reward of a level over the last groups from which on the next level is asked. Default: the level stays."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        names = ("tasks", "first_task") if self.ladder is not None else ("tasks", "first_task", "level")
+        if self.tasks_file is not None and (given := [name for name in names if getattr(self, name)]):
+            raise ValueError(f"tasks_file says which tasks: leave out {' and '.join(given)}")
+        return self
 
 
 class WarmStart(Section):
@@ -93,8 +104,8 @@ class Rollouts(Section):
     temperature: Annotated[float, Field(ge=0.1, le=2)] = 1.0
     """Not published."""
     top_p: Share = 1.0
-    top_k: Annotated[int, Field(ge=0, le=2048)] = 0
-    """0: all tokens. Needed with top_p and min_p: the tokens that each was drawn from are recorded."""
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """0: all tokens. Where top_k, top_p or min_p leave some out, those that a token was drawn from are recorded."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_tokens: Annotated[int, Field(ge=1, le=10**6)] = 512
     """Tokens of a reply."""
@@ -110,12 +121,6 @@ class Rollouts(Section):
     """The most conversations at a time. Default: all of a step."""
     kv_cache_gb: Positive | None = None
     """Memory of the engine's KV cache. Default: what the step's conversations need at most."""
-
-    @model_validator(mode="after")
-    def _records_kept(self) -> Self:
-        if not self.top_k and (self.top_p < 1 or self.min_p):
-            raise ValueError("top_p and min_p: need top_k, from 1 to 2048, such as top_k = 256")
-        return self
 
 
 class Evaluation(Section):

@@ -21,6 +21,7 @@ from glm5.rl.environments.table import make
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.sandbox.backends import Backend
 from glm5.rl.sandbox.choice import choose_backend
+from glm5.rl.tasks import TaskSource
 from glm5.train.build import TEMPLATE, build_model, model_config, with_tokenizer
 from glm5.train.state import writing_to
 
@@ -36,6 +37,7 @@ class PolicyBuilder:
     def __init__(self, recipe: RLRecipe, out: Path) -> None:
         self.recipe, self.out = recipe, out
         self.environments = environments_of(recipe)
+        self.tasks = TaskSource(recipe, self.environments)
         self.assets = self._assets()
         self.tokenizer = Tokenizer.from_dir(self.assets)
         self.template = ChatTemplate.for_checkpoint(self.assets, tokenizer=self.tokenizer)
@@ -72,7 +74,8 @@ class PolicyBuilder:
         """What boxes are made of; None where no task runs what the policy writes. Raises ConfigError where one would at
         once, and no box can be had; where only later levels of a ladder do, their rollouts will be left out."""
         boxed = {one.name: self.environments[one.name].sandbox_levels for one in self.recipe.environment}
-        sections = [one for one in self.recipe.environment if one.level in boxed[one.name]]
+        first = {name: tasks.levels for name, tasks in self.tasks.sections.items()}
+        sections = [one for one in self.recipe.environment if first[one.name] & set(boxed[one.name])]
         climbing = [
             one for one in self.recipe.environment if one.ladder and max(boxed[one.name], default=0) > one.level
         ]
@@ -93,8 +96,8 @@ class PolicyBuilder:
         sections = self.recipe.environment
         for number in range(count):
             section = sections[number % len(sections)]
-            task_seed = section.first_task + (number // len(sections)) % (section.tasks or 2**31)
-            task = self.environments[section.name].task(task_seed, section.level)
+            place = self.tasks.sections[section.name].at(number // len(sections))
+            task = self.environments[section.name].task(*place)
             for chat in _played(self.environments[section.name], task, Random(f"{seed} {number}")):
                 yield task, chat
 

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import comb
 
+from glm5.rl.rollout import Group
 from glm5.rl.rollouts.collect import Draw, collect
 from glm5.rl.rollouts.harness import Harness
 
@@ -21,14 +22,21 @@ async def evaluate(harness: Harness, draws: Sequence[Draw], samples: int, seed: 
         if not found:
             continue
         rewards[group.task.environment].append(sum(found) / len(found))
+        num_solved, num_valid = solved(group)
         for k, of_tasks in passed.items():
-            if k <= len(found):
-                of_tasks.append(pass_at(len(found), sum(reward >= SOLVED for reward in found), k))
+            if k <= num_valid:
+                of_tasks.append(pass_at(num_valid, num_solved, k))
     every = [reward for of_environment in rewards.values() for reward in of_environment]
     metrics = {"eval/mean": _mean(every)}
     if len(rewards) > 1:
         metrics |= {f"eval/{name}": _mean(one) for name, one in rewards.items()}
     return metrics | {f"eval/pass@{k}": _mean(one) for k, one in passed.items()}
+
+
+def solved(group: Group) -> tuple[int, int]:
+    """Rollouts that solve the task, and all valid ones."""
+    found = [rollout.reward >= SOLVED for rollout in group.rollouts if rollout.is_valid]
+    return sum(found), len(found)
 
 
 def pass_at(num_samples: int, num_solved: int, k: int) -> float:

@@ -34,12 +34,11 @@ from glm5.rl.records.digest import digests
 from glm5.rl.records.store import RecordWriter
 from glm5.rl.report import REPORT, write_report
 from glm5.rl.rollout import Group
-from glm5.rl.rollouts.collect import Draw, collect
+from glm5.rl.rollouts.collect import Draw, cause_of, collect
 from glm5.rl.rollouts.harness import Harness
 from glm5.rl.rollouts.policy import Policy
 from glm5.rl.rollouts.refill import refilled
 from glm5.rl.state import RunState
-from glm5.rl.tasks import TaskSource
 from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
 from glm5.rl.training.policy import SPARSE
 from glm5.rl.watch import Watch
@@ -87,7 +86,7 @@ class Run:
             return
         self.sandbox = self.builder.sandbox(unsafe_local=unsafe_local)
         self.trainer = PolicyTrainer(recipe, self.builder, device)
-        self.tasks = TaskSource(recipe, self.builder.environments)
+        self.tasks = self.builder.tasks
         self.number = self.saved = 0
         self.engine: AsyncEngine | None = None
         self.has_restarted = False
@@ -205,7 +204,7 @@ class Run:
                         await self._start_engine()
                     return await action()
                 except (EngineDead, ExceptionGroup) as error:
-                    cause = _cause(error)
+                    cause = cause_of(error)
                     if not isinstance(cause, EngineDead):
                         raise cause from error
                     if self.has_restarted:
@@ -243,11 +242,3 @@ class Run:
         self.state.write(self.number, self.tasks.state(), self.trainer.state())
         self.saved = self.number
         self.records.keep_state(self.state.file, self.number)
-
-
-def _cause(error: Exception) -> Exception:
-    """The end of the engine in a group of errors, or else the first of them."""
-    if not isinstance(error, ExceptionGroup):
-        return error
-    found = error.subgroup(EngineDead) or error
-    return _cause(found.exceptions[0])

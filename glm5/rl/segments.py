@@ -21,7 +21,7 @@ class Segment:
     `logprobs`, of the distribution that they were drawn from (temperature and kept vocabulary included); `versions` of
     the weights that computed them; `key_versions`, the oldest version among the keys that they attended to, empty if
     that is `versions`. Optional: `experts` int16 [tokens, MoE layers, experts a token], of every token for which the
-    engine reported them (-1: unknown); `kept`, the vocabulary that top_k, top_p and min_p left, ascending.
+    engine reported them (-1: unknown); `kept`, the vocabulary that top_k, top_p and min_p left (`kept_ids`).
     """
 
     token_ids: list[int]
@@ -31,7 +31,7 @@ class Segment:
     versions: list[int] = field(default_factory=list)
     key_versions: list[int] = field(default_factory=list)
     experts: Experts | None = None
-    kept: list[list[int]] | None = None
+    kept: list[bytes] | None = None
 
     def check(self) -> None:
         """ValueError where columns and tokens do not fit each other."""

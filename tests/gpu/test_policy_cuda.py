@@ -3,16 +3,19 @@
 import copy
 
 import pytest
+import torch
 from torch import Tensor
 
 from glm5.config.model import ModelConfig
 from glm5.config.step import OptimizerConfig
+from glm5.kernels.sampled_logprobs import bits_of, recorded
 from glm5.model.glm5 import Glm5
 from glm5.rl.algorithms.table import PRESETS
 from glm5.rl.training.objective import Coefficients, RLObjective
 from glm5.rl.training.packing import batches_of, pack
 from glm5.rl.training.policy import policy_step, with_logprobs
 from glm5.testing.numerics import rel_rms
+from tests.support.masks import kept_of
 from tests.support.parity import BASE, randomize
 from tests.support.rl_batches import sequences
 from tests.support.sharded import SMALL
@@ -21,6 +24,16 @@ pytestmark = pytest.mark.gpu
 
 # float32 with products in TF32, whose 11 bits round to 5e-4, over about ten layers of operations.
 CLOSE = 2e-2
+
+
+@pytest.mark.parametrize("vocab", [31, 61, 154880])
+def test_masks_are_recorded_as_on_the_cpu(vocab, gen):
+    is_kept_TW = torch.rand(9, vocab, generator=gen) < torch.linspace(0, 1, 9)[:, None]
+    is_kept_TW[:, 5] = True
+    bits_TU = bits_of(is_kept_TW)
+    assert torch.equal(bits_of(is_kept_TW.cuda()).cpu(), bits_TU)
+    kept = kept_of([recorded(bits_U) for bits_U in bits_TU.numpy()], "cuda")
+    assert torch.equal(kept.dropped(vocab).cpu(), ~is_kept_TW)
 
 
 @pytest.mark.parametrize("preset", ["grpo", "gspo", "dis"])

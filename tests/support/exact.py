@@ -11,10 +11,11 @@ from glm5.engine.llm import LLM
 from glm5.engine.sampling.draw import Vocabulary
 from glm5.engine.sampling.draw import kept as cut
 from glm5.engine.sampling.params import Feature, SamplingParams
-from glm5.kernels.sampled_logprobs import Kept
+from glm5.kernels.sampled_logprobs import Kept, bits_of, recorded
 from glm5.model.glm5 import Glm5
 from glm5.model.packed import PackedView
 from glm5.rl.training.exact import ExactPass
+from tests.support.masks import kept_of
 
 SAMPLED = (
     {"temperature": 0.3},
@@ -107,8 +108,7 @@ class Drawn:
         vocabulary, device = Vocabulary(0, logits_GW.shape[1]), logits_GW.device
         features = Feature.MIN_P | Feature.HEAD
         z_GW = cut(logits_GW, vocabulary.best(logits_GW), lambda name: numbers[name].to(device), features, vocabulary)
-        is_kept_GW = z_GW > -torch.inf
-        return Kept(is_kept_GW.nonzero()[:, 1], is_kept_GW.sum(dim=-1))
+        return kept_of([recorded(bits_U) for bits_U in bits_of(z_GW > -torch.inf).cpu().numpy()], device)
 
 
 def answers(

@@ -8,6 +8,7 @@ from glm5.rl.rollout import Group, Rollout
 from glm5.rl.segments import Segment
 from glm5.rl.training.repair import repair
 from glm5.rl.training.sequences import TrainingSequence, sequences_of_step
+from tests.support.masks import recorded_mask
 
 TASK = Task("none", 0, 0, (), {})
 
@@ -26,7 +27,8 @@ def rollout(
                 segment.versions = [0] * count
                 if kept:
                     more = torch.randint(2, vocab, (count, 9), generator=gen).tolist()
-                    segment.kept = [sorted({one, *row}) for one, row in zip(segment.token_ids, more, strict=True)]
+                    ids = ([one, *row] for one, row in zip(segment.token_ids, more, strict=True))
+                    segment.kept = [recorded_mask(each, vocab) for each in ids]
             parent = made.tree.add(segment)
     return made
 

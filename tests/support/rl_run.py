@@ -13,6 +13,7 @@ from glm5.rl.records.store import RecordWriter
 from glm5.rl.records.trace import Columns
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.segments import Segment
+from tests.support.masks import recorded_mask
 
 QUESTION = "Guess 1 to 15"
 TEXTS = [QUESTION, "lower", "higher", "<think>between 1 and 15</think>", *map(str, range(1, 16))]
@@ -33,10 +34,10 @@ def random_rollout(random: Random, task: Task, *, with_records: bool = True) -> 
         segment = Segment(ids, leaf)
         if number % 2:
             versions = [random.randrange(4) for _ in ids]
-            kept = [sorted({one, *random.sample(range(300), 3)}) for one in ids]
+            kept = [recorded_mask([one, *random.sample(range(300), random.choice([3, 30]))], 300) for one in ids]
             segment = Segment(ids, leaf, True, [-abs(random.gauss(5.8, 0.7)) for _ in ids], versions)
             if with_records:
-                segment.kept = [[] if random.random() < 0.2 else own for own in kept]
+                segment.kept = [b"" if random.random() < 0.2 else own for own in kept]
                 segment.experts = np.array(
                     [[[random.randrange(-1, 8) for _ in range(2)] for _ in range(3)] for _ in ids], np.int16
                 )

@@ -16,6 +16,7 @@ from glm5.engine.scheduler.messages import Message, Submit
 from glm5.engine.scheduler.plan import StepPlan
 from glm5.engine.scheduler.scheduler import Scheduler
 from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs
+from glm5.kernels.sampled_logprobs import kept_ids
 from glm5.model.glm5 import Glm5
 from glm5.model.moe import MoE
 from glm5.model.packed import PackedView
@@ -86,8 +87,8 @@ class Bench:
         routed: bool = False,
         messages: Sequence[Message] = (),
     ) -> Run:
-        """Answer all prompts, n = 1 or more each; ids count up in order, from 0 in the result. Those drawn with a top_k
-        have sampling masks."""
+        """Answer all prompts, n = 1 or more each; ids count up in order, from 0 in the result. Those drawn with
+        top_k, top_p or min_p have sampling masks."""
         out, specs, first = Run(), dict[int, SeqSpec](), self._num_seqs
         submits: list[Message] = []
         for number, prompt in enumerate(prompts):
@@ -96,7 +97,7 @@ class Bench:
             self._num_seqs += given.n
             for seq_id, own in zip(ids, given.sequences(), strict=True):
                 seed = own.seed if own.seed is not None else 1000 + seq_id - first
-                reports = {"routed": routed, "sampling_mask": own.top_k > 0 and not own.greedy}
+                reports = {"routed": routed, "sampling_mask": own.truncates}
                 specs[seq_id] = SeqSpec(own, seed, len(prompt), tuple(own.stop_token_ids), **reports)
                 out.tokens[seq_id - first] = []
             whole = given.prompt_logprobs is not None or routed
@@ -131,7 +132,7 @@ class Bench:
             entries = result.logprobs.get(gained.seq_id, [])[: len(gained.token_ids)]
             out.logprobs.setdefault(gained.seq_id - first, []).extend(entries)
             masks = result.masks.get(gained.seq_id, [])[: len(gained.token_ids)]
-            out.masks.setdefault(gained.seq_id - first, []).extend([{*np.frombuffer(ids, "<i4")} for ids in masks])
+            out.masks.setdefault(gained.seq_id - first, []).extend([{*kept_ids(mask).tolist()} for mask in masks])
         for seq_id, routed in result.routed.items():
             out.routed.setdefault(seq_id - first, []).append(routed)
 

@@ -11,6 +11,7 @@ from glm5.engine.runner.inputs.batch import Ints
 from glm5.engine.sampling.logprobs import Logprobs
 from glm5.engine.scheduler.plan import Item
 from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs
+from glm5.kernels.sampled_logprobs import recorded
 
 
 @dataclass
@@ -143,8 +144,7 @@ def _result(pending: Pending) -> StepResult:
         mask_TU = pending.mask_TU.numpy()
         for seq_id, count, place in zip(seq_ids, counts, pending.sample_index_B.tolist(), strict=False):
             if seq_id in pending.masked:
-                rows = mask_TU[place : place + count]
-                result.masks[seq_id] = [row_U[row_U >= 0].astype("<i4").tobytes() for row_U in rows]
+                result.masks[seq_id] = [recorded(bits_U) for bits_U in mask_TU[place : place + count]]
     for seq_id, prompt in pending.prompt_logprobs.items():
         entries = _entries(prompt.found)
         result.prompt_logprobs[seq_id] = entries.of(prompt.token_S.tolist(), 0, prompt.num_logprobs)

@@ -20,8 +20,7 @@ from torch import Tensor
 from glm5.engine.sampling.logprobs import Logprobs, logprobs
 from glm5.engine.sampling.noise import log_exponential
 from glm5.engine.sampling.params import Feature
-from glm5.kernels.sampled_logprobs import divisor
-from glm5.kernels.top_k import top_k
+from glm5.kernels.sampled_logprobs import bits_of, divisor
 
 ONE = 2.0**40  # the mass of the likeliest token; 2**18 of them still fit 63 bits
 _ALL = torch.iinfo(torch.int64).max
@@ -52,9 +51,9 @@ class Vocabulary:
         """z is -inf for the tokens that top_k and then top_p leave out."""
         z_TW.masked_fill_(_dropped(z_TW, top_k_T, top_p_T), -torch.inf)
 
-    def kept_ids(self, z_TW: Tensor, count: int) -> Tensor:
-        """Token ids [T, count] whose z is not -inf, ascending, then -1. Of a row with more of them, the best."""
-        return top_k(z_TW, count)
+    def kept_bits(self, z_TW: Tensor) -> Tensor:
+        """Which token ids have a z that is not -inf, as bits (`bits_of`)."""
+        return bits_of(z_TW != -torch.inf)
 
     def logprobs(self, logits_TW: Tensor, token_T: Tensor, drawn_from_TW: Tensor | None, num_logprobs: int) -> Logprobs:
         return logprobs(logits_TW, token_T, drawn_from_TW, num_logprobs)

@@ -23,7 +23,6 @@ from glm5.common.plain import plain, plain_list
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM: dividing by it would overflow
 MAX_N = 128
 MAX_TOP_K = 2**31 - 1
-MAX_MASK = 2048  # token ids of a sampling mask, as in vLLM
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 MAX_ALLOWED_IDS = 1 << 18  # more than any vocabulary
@@ -229,9 +228,6 @@ class SamplingParams:
                 raise _refusal(name, count, f"None, or 0 to {max_logprobs} (max_logprobs of the engine)")
         if sampling_mask and self.greedy:
             raise _refusal("temperature", self.temperature, "above 0 with sampling masks: a greedy token is not drawn")
-        if sampling_mask and not 0 < self.top_k <= MAX_MASK:
-            allowed = f"1 to {MAX_MASK} with sampling masks, which hold up to top_k token ids for each token"
-            raise _refusal("top_k", self.top_k, allowed)
 
     def _check_numbers(self, names: Iterable[str]) -> None:
         for name in names:

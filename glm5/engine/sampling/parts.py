@@ -16,6 +16,7 @@ from torch import Tensor
 
 from glm5.engine.sampling.draw import ONE, Best, Vocabulary
 from glm5.engine.sampling.logprobs import Logprobs
+from glm5.kernels.sampled_logprobs import bits_of
 from glm5.kernels.top_k import top_k
 
 _BITS, _BINS = 8, 256  # of each of four passes over the 31 bits of a magnitude
@@ -54,11 +55,8 @@ class VocabShard(Vocabulary):
         for rows in (slice(first, first + num_rows) for first in range(0, len(z_TW), num_rows)):
             z_TW[rows].masked_fill_(_dropped(z_TW[rows], top_k_T[rows], top_p_T[rows], self), -torch.inf)
 
-    def kept_ids(self, z_TW: Tensor, count: int) -> Tensor:
-        local_TU = top_k(z_TW, min(count, self.size)).long()
-        local_TU = torch.where(local_TU < 0, _NO_CUT, local_TU + self.first)
-        ids_TU = self.exchange.all_gather(local_TU).transpose(0, 1).flatten(1).sort(dim=-1).values[:, :count]
-        return ids_TU.masked_fill(ids_TU == _NO_CUT, -1)
+    def kept_bits(self, z_TW: Tensor) -> Tensor:
+        return bits_of(self.exchange.all_gather(z_TW != -torch.inf).transpose(0, 1).flatten(1))
 
     def logprobs(self, logits_TW: Tensor, token_T: Tensor, drawn_from_TW: Tensor | None, num_logprobs: int) -> Logprobs:
         logits_TW = logits_TW.float()

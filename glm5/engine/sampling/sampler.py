@@ -30,7 +30,7 @@ _CACHED = 1 << 18  # elements of a CPU's part: 1 MB in float32, about one core's
 @dataclass
 class Sampled:
     """Tokens int64 [T]; rows without a valid token (all barred, or NaN), bool [T]. If requested: log-probabilities;
-    sampling masks [T, U], the token ids that were left to draw from, ascending, then -1."""
+    sampling masks [T, U], the token ids that were left to draw from, as bits."""
 
     token_T: Tensor
     no_valid_token_T: Tensor
@@ -107,17 +107,15 @@ class Sampler:
         wanted = ~_UNKNOWN_AHEAD if drafting else _ALL
         features = (self.tables.features_of(rows.slots) if features is None else features) & wanted
         num_logprobs = self.tables.num_logprobs_of(rows.slots) if features & Feature.LOGPROBS else 0
-        mask_size = self.tables.mask_size_of(rows.slots) if features & Feature.MASK else 0
-        sizes = num_logprobs, mask_size
         step = max(1, _CACHED // vocab_size) if logits_TW.device.type == "cpu" else num_rows
         if num_rows <= step:
-            return self._sample(logits_TW, rows, drafts_Y, features, *sizes)
+            return self._sample(logits_TW, rows, drafts_Y, features, num_logprobs)
         spans = [slice(first, first + step) for first in range(0, num_rows, step)]
         parts = ((logits_TW[span], rows[span]) for span in spans)
         # Each part does its own rows' work. Of all rows the same is reported; only what is drawn has a mask.
-        shown = features & REPORTS | (Feature.RANDOM if mask_size else 0)
+        shown = features & REPORTS | (Feature.RANDOM if features & Feature.MASK else 0)
         selected = ((logits, part, self.tables.features_of(part.slots) & features | shown) for logits, part in parts)
-        return _joined(self._sample(logits, part, drafts_Y, work, *sizes) for logits, part, work in selected)
+        return _joined(self._sample(logits, part, drafts_Y, work, num_logprobs) for logits, part, work in selected)
 
     def _sample(
         self,
@@ -126,7 +124,6 @@ class Sampler:
         drafts_Y: Tensor | None,
         features: int,
         num_logprobs: int,
-        mask_size: int,
     ) -> Sampled:
         part, vocabulary = self.part, self.vocabulary
         if not features and part is None:
@@ -140,8 +137,8 @@ class Sampler:
             z_TW = kept(edited_TW, best, numbers, features, vocabulary)
             if drawn_from_TW is not None and features & CUTS:
                 drawn_from_TW = drawn_from(edited_TW, numbers("temperature"), z_TW)
-            if mask_size:
-                mask_TU = vocabulary.kept_ids(z_TW, mask_size)
+            if features & Feature.MASK:
+                mask_TU = vocabulary.kept_bits(z_TW)
             token_T = race(z_TW, best, rows.position_T, numbers, vocabulary)
         if features & Feature.LOGPROBS:
             found = vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_logprobs)

@@ -41,7 +41,7 @@ class Placement:
 
     `seed`: of 64 bits, signed or not. `output_ids`: what it has written already, when it comes back from preemption.
     `stop_ids`: tokens that would end it, barred until min_tokens. `bad_words`: token sequences (`words.bad_word_ids`).
-    `sampling_mask`: report the token ids that were left to draw from, of which there are up to `params.top_k`.
+    `sampling_mask`: report the token ids that were left to draw from.
     """
 
     slot: int
@@ -100,7 +100,6 @@ class SlotTables:
         self._num_bad_words = np.zeros(S, dtype=np.int64)
         self._bad_word_len = np.zeros(S, dtype=np.int64)
         self._num_logprobs = np.zeros(S, dtype=np.int64)
-        self._mask_sizes = np.zeros(S, dtype=np.int64)
         self._allowed: dict[int, NDArray[np.int32]] = {}
 
     def features_of(self, slots: NDArray[np.int64]) -> int:
@@ -111,10 +110,6 @@ class SlotTables:
 
     def num_logprobs_of(self, slots: NDArray[np.int64]) -> int:
         return int(self._num_logprobs[slots].max(initial=0))
-
-    def mask_size_of(self, slots: NDArray[np.int64]) -> int:
-        """The most token ids of any of the slots' sampling masks."""
-        return int(self._mask_sizes[slots].max(initial=0))
 
     def num_biases_of(self, slots: NDArray[np.int64]) -> int:
         return int(self._num_biases[slots].max(initial=0))
@@ -140,7 +135,6 @@ class SlotTables:
         self._features[slots] = features
         self._cached = None
         self._num_logprobs[slots] = [placement.params.logprobs or 0 for placement in placements]
-        self._mask_sizes[slots] = [one.params.top_k if one.sampling_mask else 0 for one in placements]
         index = self._upload(slots)
         columns = [_columns(placement) for placement in placements]
         floats = np.array([[column[name] for name in _FLOATS] for column in columns], dtype=np.float32)

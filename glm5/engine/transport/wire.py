@@ -232,7 +232,7 @@ class Update(msgspec.Struct, array_like=True):
     `finish_reason` is None until the last update. For the reason "error", `error` is the message and `param` the
     parameter at fault, if any. The first update has `num_cached`, prompt tokens found in a cache, and `began`, the
     monotonic time when the first step was launched. If requested, one entry a token: `logprobs`; `sampling_mask`, the
-    token ids that the token was drawn from, those that top_k, top_p and min_p kept, as little-endian int32, ascending.
+    token ids that the token was drawn from, those that top_k, top_p and min_p kept, as `kept_ids` reads them.
     """
 
     seq_id: int

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from glm5.kernels.dispatch import Impl, Table
-from glm5.kernels.sampled_logprobs.kept import Kept
+from glm5.kernels.sampled_logprobs.kept import Kept, bits_of, kept_ids, recorded
 from glm5.kernels.sampled_logprobs.reference import divisor
 
-__all__ = ["Kept", "divisor", "sampled_logprobs"]
+__all__ = ["Kept", "bits_of", "divisor", "kept_ids", "recorded", "sampled_logprobs"]
 
 TABLE = Table(__name__, chunked=Impl("logits of `chunk` positions exist at a time"), reference=Impl("the definition"))
 

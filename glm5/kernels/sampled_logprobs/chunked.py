@@ -25,8 +25,8 @@ def sampled_logprobs(
     head: Head | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `reference.sampled_logprobs`."""
-    kept_ids_N, count_T = (None, None) if kept is None else kept
-    given = hidden_TD, weight_WD, target_T.long(), temperature_T, kept_ids_N, count_T, chunk, head
+    words_N, count_T = (None, None) if kept is None else kept
+    given = hidden_TD, weight_WD, target_T.long(), temperature_T, words_N, count_T, chunk, head
     return _SampledLogprobs.apply(*given)
 
 
@@ -37,15 +37,15 @@ def _parts(num: int, chunk: int, kept: Kept | None) -> Iterator[tuple[slice, Kep
 
 class _SampledLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_WD, target_T, temperature_T, kept_ids_N, count_T, chunk, head):  # type: ignore[no-untyped-def]
-        kept = None if kept_ids_N is None else Kept(kept_ids_N, count_T)
+    def forward(ctx, hidden_TD, weight_WD, target_T, temperature_T, words_N, count_T, chunk, head):  # type: ignore[no-untyped-def]
+        kept = None if words_N is None else Kept(words_N, count_T)
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
         logprob_T, entropy_T = (torch.empty(len(target_T), dtype=wide, device=hidden_TD.device) for _ in range(2))
         for part, kept_part in _parts(len(target_T), chunk, kept):
             logprob_TW, dropped_TW = log_distribution(hidden_TD[part], weight_WD, temperature_T[part], kept_part, head)
             logprob_T[part] = logprob_TW.gather(1, target_T[part].unsqueeze(1)).squeeze(1)
             entropy_T[part] = entropy(logprob_TW, dropped_TW)
-        ctx.save_for_backward(hidden_TD, weight_WD, target_T, temperature_T, kept_ids_N, count_T, entropy_T)
+        ctx.save_for_backward(hidden_TD, weight_WD, target_T, temperature_T, words_N, count_T, entropy_T)
         ctx.chunk, ctx.head = chunk, head
         ctx.set_materialize_grads(False)
         return logprob_T, entropy_T
@@ -53,8 +53,8 @@ class _SampledLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprob_T, grad_entropy_T):  # type: ignore[no-untyped-def]
-        hidden_TD, weight_WD, target_T, temperature_T, kept_ids_N, count_T, entropy_T = ctx.saved_tensors
-        kept = None if kept_ids_N is None else Kept(kept_ids_N, count_T)
+        hidden_TD, weight_WD, target_T, temperature_T, words_N, count_T, entropy_T = ctx.saved_tensors
+        kept = None if words_N is None else Kept(words_N, count_T)
         hidden_needs_grad, weight_needs_grad = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_TD) if hidden_needs_grad else None
         grad_weight = torch.zeros_like(weight_WD, dtype=entropy_T.dtype) if weight_needs_grad else None

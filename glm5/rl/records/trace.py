@@ -48,7 +48,7 @@ class Array(Struct):
 
 
 class SamplingMask(Struct):
-    """The kept vocabulary of each token: all ids in a row, and how many are of each."""
+    """The kept vocabulary of each token: the words of all masks (`kept_ids`) in a row, and how many are of each."""
 
     ids: Array
     counts: Array
@@ -77,11 +77,11 @@ class Node(Struct, omit_defaults=True):
     def segment(self) -> Segment:
         kept = None
         if self.sampling_mask is not None:
-            ids, counts = self.sampling_mask.ids.numpy().tolist(), self.sampling_mask.counts.numpy().tolist()
-            if min(counts, default=0) < 0 or sum(counts) != len(ids):
-                raise ValueError(f"{len(ids)} kept ids, counts of {sum(counts)}")
+            words, counts = self.sampling_mask.ids.numpy().astype("<i4"), self.sampling_mask.counts.numpy().tolist()
+            if min(counts, default=0) < 0 or sum(counts) != len(words):
+                raise ValueError(f"{len(words)} kept ids, counts of {sum(counts)}")
             ends = np.cumsum(counts).tolist()
-            kept = [ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
+            kept = [words[end - count : end].tobytes() for end, count in zip(ends, counts, strict=True)]
         experts = None if self.routed_experts is None else self.routed_experts.numpy()
         if experts is not None and (experts.ndim != 3 or len(experts) > len(self.token_ids)):
             raise ValueError(f"experts of shape {experts.shape} for {len(self.token_ids)} tokens")
@@ -239,9 +239,9 @@ def _node(segment: Segment, message: Message, columns: Columns | None) -> Node:
     if segment.experts is not None:
         node.routed_experts = Array.of(segment.experts, "int16")
     if segment.kept is not None:
-        ids = np.array([one for ids in segment.kept for one in ids], np.int64)
-        counts = np.array([len(ids) for ids in segment.kept], np.int64)
-        node.sampling_mask = SamplingMask(Array.of(ids, "int32"), Array.of(counts, "int32"))
+        counts = np.array([len(mask) // 4 for mask in segment.kept], np.int64)
+        words = np.frombuffer(b"".join(segment.kept), "<i4")
+        node.sampling_mask = SamplingMask(Array.of(words, "int32"), Array.of(counts, "int32"))
     for name, values in (columns or {}).items():
         match name:
             case "weights":

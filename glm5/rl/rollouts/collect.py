@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from glm5.common.errors import TrainingError
+from glm5.common.errors import EngineDead, TrainingError
 from glm5.rl.environments.protocol import EpisodeFailed, Task
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.rollouts.harness import Harness, seed_of
@@ -45,6 +45,14 @@ async def collect(
     async with asyncio.TaskGroup() as running:
         tasks = [running.create_task(one(draw)) for draw in draws]
     return [group for task in tasks for group in task.result()]
+
+
+def cause_of(error: Exception) -> Exception:
+    """The end of the engine in a group of errors, or else the first of them."""
+    if not isinstance(error, ExceptionGroup):
+        return error
+    found = error.subgroup(EngineDead) or error
+    return cause_of(found.exceptions[0])
 
 
 async def _play(harness: Harness, draw: Draw, group_size: int, run_seed: int) -> list[Group]:

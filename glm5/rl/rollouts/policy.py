@@ -17,14 +17,14 @@ _ALL = 2**30  # tokens of a delta: whole answers
 class Sampled:
     """A reply: its tokens with the one that ended it, log-probabilities of the distribution that they were drawn from,
     and the version of the weights of each. `is_truncated`: the tokens ran out before its end. `kept`: where sampling
-    leaves tokens out, those that each was drawn from."""
+    leaves tokens out, the mask of those that each was drawn from (`kept_ids`)."""
 
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     is_truncated: bool = False
     experts: Experts | None = None
-    kept: list[list[int]] = field(default_factory=list[list[int]])
+    kept: list[bytes] = field(default_factory=list[bytes])
 
     def segment(self, parent: int | None) -> Segment:
         tokens = self.token_ids, parent, True, self.logprobs, self.versions
@@ -69,7 +69,7 @@ class Policy:
                 answer.token_ids += delta.token_ids
                 answer.logprobs += delta.tempered_logprobs
                 answer.versions += [delta.version] * len(delta.token_ids)
-                answer.kept += [np.frombuffer(ids, "<i4").tolist() for ids in delta.sampling_mask]
+                answer.kept += delta.sampling_mask
                 if (routed := delta.routed_experts) is not None:
                     rows = np.frombuffer(routed.experts, dtype="<i2").reshape(routed.shape)
                     answer.experts = rows if answer.experts is None else np.concatenate([answer.experts, rows])

@@ -64,9 +64,9 @@ def batch_of(sequences: Sequence[TrainingSequence]) -> Batch:
         columns["experts"] = torch.from_numpy(np.concatenate(rows))
     kept = None
     if any(one.kept is not None for one in sequences):
-        of_tokens = [ids for one in sequences for ids in (one.kept or [[]] * len(one))]
-        flat = torch.tensor([one for ids in of_tokens for one in ids], dtype=torch.int64)
-        kept = Kept(flat, torch.tensor([len(ids) for ids in of_tokens], dtype=torch.int64))
+        masks = [mask for one in sequences for mask in (one.kept or [b""] * len(one))]
+        words_N = torch.from_numpy(np.frombuffer(b"".join(masks), "<i4").astype(np.int32))
+        kept = Kept(words_N, torch.tensor([len(mask) // 4 for mask in masks], dtype=torch.int64))
     return Batch(ids_T, torch.zeros(len(ids_T)), [len(one) for one in sequences], columns=columns, kept=kept)
 
 

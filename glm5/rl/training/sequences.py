@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from glm5.common.errors import TrainingError
+from glm5.kernels.sampled_logprobs import kept_ids
 from glm5.rl.algorithms.table import Preset, Reduction
 from glm5.rl.rollout import Rollout
 from glm5.rl.segments import Experts, Segment
@@ -28,8 +29,8 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """Token ids [T], columns [T] by name, and what the engine recorded: `kept`, the vocabulary of each token or [] for
-    all of it, and `experts` [T, MoE layers, experts a token]; None where nothing is recorded.
+    """Token ids [T], columns [T] by name, and what the engine recorded: `kept`, the mask of each token or b"" for
+    all of them, and `experts` [T, MoE layers, experts a token]; None where nothing is recorded.
 
     `rollout` and `leaf`: where it comes from, a rollout of the step and a segment of its tree.
     """
@@ -38,7 +39,7 @@ class TrainingSequence:
     columns: dict[str, Column]
     rollout: Rollout | None = None
     leaf: int = 0
-    kept: list[list[int]] | None = None
+    kept: list[bytes] | None = None
     experts: Experts | None = None
 
     def __len__(self) -> int:
@@ -56,14 +57,14 @@ class _Path:
     ids: list[int] = field(default_factory=list[int])
     unit: list[float] = field(default_factory=list[float])
     rollout: list[float] = field(default_factory=list[float])
-    kept: list[list[int]] = field(default_factory=list[list[int]])
+    kept: list[bytes] = field(default_factory=list[bytes])
 
     def add(self, segment: Segment, unit: float) -> None:
         count = len(segment.token_ids)
         self.ids += segment.token_ids
         self.unit += [unit] * count
         self.rollout += segment.logprobs if unit else [0.0] * count
-        self.kept += segment.kept if unit and segment.kept is not None else [[]] * count
+        self.kept += segment.kept if unit and segment.kept is not None else [b""] * count
 
 
 def sequences_of_step(groups: Sequence[RepairedGroup], preset: Preset) -> list[TrainingSequence]:
@@ -136,7 +137,7 @@ def _check(rollout: Rollout) -> None:
                     f"{place}: the engine's log-probability of token {i} of segment {number} is {logprob}; "
                     "allowed are finite ones of at most 0"
                 )
-            if segment.kept is not None and segment.kept[i] and segment.token_ids[i] not in segment.kept[i]:
+            if segment.kept is not None and segment.kept[i] and segment.token_ids[i] not in kept_ids(segment.kept[i]):
                 raise TrainingError(
                     f"{place}: token {segment.token_ids[i]} of segment {number} is not in the vocabulary recorded for "
                     "it; record all of a token's vocabulary, or none"

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from fastapi import APIRouter, Depends
 from fastapi.responses import Response
 
+from glm5.common.errors import RequestError
 from glm5.engine.frontend.request_builder import Options
 from glm5.serve.chat.route import failed
 from glm5.serve.generation.job import Job, Usage, check, steps
@@ -18,6 +19,9 @@ from glm5.serve.http.sse import DONE, EventStream
 from glm5.serve.service.service import Service, get_service
 from glm5.serve.vllm.generate_answer import GenerateAnswer, written
 from glm5.serve.vllm.generate_body import NAMES, GenerateBody, Sampling
+
+MAX_LISTED = 2048
+"""Token ids of a sampling mask, which is a list in JSON. As in vLLM."""
 
 router = APIRouter()
 _read = body_of(GenerateBody)
@@ -45,11 +49,15 @@ def _prepare(body: GenerateBody, service: Service) -> tuple[Job, Sampling]:
         room = min(sampling.max_tokens, service.engine.max_model_len - num_prompt)
     with named(NAMES):
         params = sampling.params(room)
+        masks = service.sampling_masks and params.truncates
+        if masks and not 0 < params.top_k <= MAX_LISTED:
+            allowed = f"1 to {MAX_LISTED} with sampling masks, which list up to top_k token ids for each token"
+            raise RequestError(f"top_k is {params.top_k}; allowed: {allowed}", "top_k")
     options = Options(
         priority=body.priority,
         cache_salt=body.cache_salt,
         routed_experts=service.routed_experts,
-        sampling_mask=service.sampling_masks and params.truncates,
+        sampling_mask=masks,
     )
     name = answer_id("generate-tokens-", body.request_id)
     return Job(name, body.token_ids, params, options, names=NAMES, processed=True, streams=body.stream), sampling

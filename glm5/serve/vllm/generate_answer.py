@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from glm5.kernels.sampled_logprobs import kept_ids
 from glm5.serve.chat.answer import usage_dict
 from glm5.serve.generation.job import Job, LogprobRow, Step, Usage
 from glm5.serve.generation.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
@@ -109,7 +110,7 @@ class GenerateAnswer:
             found = chat_logprobs(choice.logprobs, most, self._formatter, with_bytes=False)
             content["logprobs"] = {"content": found["content"]}
         if self.service.sampling_masks:
-            masks = [np.frombuffer(ids, "<i4").tolist() for ids in choice.sampling_mask]
+            masks = [kept_ids(mask).tolist() for mask in choice.sampling_mask]
             content["sampling_mask"] = masks if self.job.options.sampling_mask else None
         if is_last and self.job.options.routed_experts:
             content["routed_experts"] = self._routed_experts(index)

@@ -72,7 +72,9 @@ def test_every_command_has_help(name, capsys):
          "allowed: --enable-thinking and --no-enable-thinking with --chat; other texts are continued as they are"),
         ("generate m Hello you",
          "glm5 generate takes no 'Hello' 'you'; texts are given by  --prompt \"TEXT\"  or on standard input"),
-        ("rl veiw m", "glm5 rl takes no 'm'; see also  glm5 rl view FOLDER  and  glm5 rl replay FOLDER STEP"),
+        ("rl veiw m",
+         ("glm5 rl takes no 'm'; see also  glm5 rl view FOLDER,  glm5 rl replay FOLDER STEP  "
+          "and  glm5 rl filter RECIPE")),
         ("rl view m --prot 1", "glm5 rl view has no flag --prot; did you mean --port?"),
         ("rl replay m 0", "STEP: got '0'; allowed: at least 1"),
         ("inspect m n", "glm5 inspect takes no 'n'; see  glm5 inspect --help"),

@@ -1,12 +1,14 @@
 """sampled_logprobs: values, gradients and peak memory of the chunked form against the definition, and that against a
 categorical distribution of torch."""
 
+import numpy as np
 import pytest
 import torch
 
-from glm5.kernels.sampled_logprobs import Kept, sampled_logprobs
+from glm5.kernels.sampled_logprobs import bits_of, kept_ids, sampled_logprobs
 from glm5.kernels.token_logprobs import token_logprobs
 from glm5.testing.numerics import rel_rms
+from tests.support.masks import kept_of, recorded_mask
 from tests.support.peak import peak_bytes
 
 T, D, W = 13, 6, 11
@@ -22,8 +24,27 @@ def case(gen, dtype=torch.float64):
     temperature[4] = 0.0
     rows = [sorted({int(one), *torch.randperm(W, generator=gen)[:3].tolist()}) for one in target]
     rows[2] = []  # all of the vocabulary
-    kept = Kept(torch.tensor([one for row in rows for one in row]), torch.tensor([len(row) for row in rows]))
-    return hidden, weight, target, temperature, kept
+    masks = [recorded_mask(row, W) if row else b"" for row in rows]  # as bits, which are a word
+    masks[3] = np.array(rows[3], "<i4").tobytes()
+    return hidden, weight, target, temperature, kept_of(masks)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 1000])
+def test_a_mask_is_recorded_in_the_fewer_words(vocab, gen):
+    """Every count of token ids up to all of them; the last bit of a word, and words of ones, which are -1, too."""
+    for count in {1, 2, *range(1, vocab, 7), -(-vocab // 32), -(-vocab // 32) + 1, vocab} - {
+        n for n in (2,) if n > vocab
+    }:
+        count = min(count, vocab)
+        ids = sorted(torch.randperm(vocab, generator=gen)[:count].tolist())
+        mask = recorded_mask(ids, vocab)
+        assert kept_ids(mask).tolist() == ids
+        assert len(mask) == 4 * min(count, 1 + -(-vocab // 32))
+        rows = kept_of([mask, b"", mask])
+        want = torch.ones(vocab, dtype=torch.bool).index_fill(0, torch.tensor(ids), value=False)
+        for kept in (rows, rows.take(torch.tensor([2, 1, 0])), rows.rows(0, 3)):
+            assert torch.equal(kept.dropped(vocab), torch.stack([want, torch.zeros_like(want), want]))
+    assert bits_of(torch.ones(2, 33, dtype=torch.bool)).tolist() == [[-1, 1], [-1, 1]]
 
 
 @pytest.mark.parametrize("restricted", [False, True])
@@ -33,7 +54,9 @@ def test_the_definition_is_that_of_a_categorical_distribution(restricted, gen):
         hidden, weight, target, temperature, kept if restricted else None, impl="reference"
     )
     for t in range(T):
-        ids = kept.take(torch.tensor([t])).ids_N if restricted and kept.count_T[t] else torch.arange(W)
+        ids = torch.arange(W)
+        if restricted:
+            ids = ids[~kept.take(torch.tensor([t])).dropped(W)[0]]
         logits = (weight @ hidden[t])[ids] / (temperature[t].double() or 1.0)
         want = torch.distributions.Categorical(logits=logits)
         assert logprob[t].item() == pytest.approx(want.log_prob((ids == target[t]).nonzero()[0, 0]).item(), rel=1e-12)

@@ -14,10 +14,11 @@ from glm5.common.errors import ConfigError, TrainingError
 from glm5.config.presets import preset
 from glm5.config.step import OptimizerConfig
 from glm5.engine import arithmetic, build
+from glm5.engine.frontend.request_builder import Options
 from glm5.engine.llm import LLM
 from glm5.engine.runner.runner import Runner
 from glm5.engine.sampling.params import SamplingParams
-from glm5.kernels.sampled_logprobs import sampled_logprobs
+from glm5.kernels.sampled_logprobs import kept_ids, sampled_logprobs
 from glm5.model.moe import RecordedExperts
 from glm5.model.packed import PackedView
 from glm5.model.seams import Selection
@@ -27,7 +28,8 @@ from glm5.rl.training.exact import ExactPass
 from glm5.rl.training.objective import RLObjective
 from glm5.rl.training.policy import policy_step
 from glm5.train.batch import Batch
-from tests.support.exact import Drawn, answers, default_logprobs, num_unlike, prompts_of
+from tests.support.exact import REPORTED, Drawn, answers, default_logprobs, num_unlike, prompts_of
+from tests.support.masks import kept_of
 from tests.support.models import random_model
 from tests.support.rounding import logit_rounding
 
@@ -81,6 +83,44 @@ def test_every_sampled_token_has_the_engines_bits(layers, settings, seed, rng):
     plain = torch.ones_like(drawn.temperatures)
     assert num_unlike(drawn.scored(exact, plain), drawn.reported) > len(shown) / 2
     assert num_unlike(drawn.scored(exact).roll(1), drawn.reported) > len(shown) / 2
+
+
+CUTS = ({"top_p": 0.95}, {"min_p": 0.02, "temperature": 1.5}, {"top_p": 0.2}, {"top_k": 3}, {"top_p": 1 - 1e-6})
+
+
+def test_recorded_masks_give_the_engines_bits(layers, seed, rng):
+    """With top_p or min_p alone, too, whatever a mask takes; after a step of the optimizer those that were recorded
+    are not those that the new weights would leave."""
+    model = trained(seed)
+    drawn, masks = Drawn(prompts_of(rng, model.cfg.vocab_size, [5, 40, 90, 30, 7])), list[bytes]()
+    with engine(model, max_num_seqs=4, max_num_batched_tokens=32, num_speculative_tokens=3) as llm:
+        for number, how in enumerate(CUTS):
+            params = SamplingParams(max_tokens=8, **REPORTED, seed=number, **how)
+            request = llm._read(drawn.sequences[number], params, Options(sampling_mask=True), "the prompt")
+            for _, delta in llm._run([request], {}, interval=1):
+                drawn.add(number, delta.token_ids, delta.tempered_logprobs, [0] * len(delta.token_ids), params)
+                masks += delta.sampling_mask
+    exact = ExactPass(model, threads=1)
+
+    def scored(kept) -> torch.Tensor:
+        hidden_TD = exact.hidden(drawn.ids, drawn.lengths)[drawn.rows]
+        return exact.logprobs(hidden_TD, model.lm_head.weight, drawn.targets, drawn.temperatures, kept)[0]
+
+    found = scored(kept_of(masks))
+    assert num_unlike(found, drawn.reported) == 0
+    words = -(-model.cfg.vocab_size // 32)
+    sizes = [len(kept_ids(mask)) for mask in masks]
+    print(f"token ids {min(sizes)} to {max(sizes)}, at most {max(map(len, masks))} bytes")
+    assert min(sizes) <= 3
+    assert max(sizes) > 8 * words
+    assert max(map(len, masks)) == 4 * (1 + words)
+    # Controls: all tokens, and the masks of other tokens.
+    assert num_unlike(scored(None), drawn.reported) > len(masks) / 2
+    assert num_unlike(scored(kept_of(masks[::-1])), drawn.reported) > len(masks) / 2
+    (-found.mean()).backward()
+    torch.optim.SGD(model.parameters(), lr=10.0).step()
+    own = scored(drawn.kept(exact, exact.hidden(drawn.ids, drawn.lengths)[drawn.rows].detach()))
+    assert num_unlike(own, scored(kept_of(masks))) > 0
 
 
 def test_each_version_of_the_weights_in_an_answer_is_exact(layers, seed, rng):

@@ -13,6 +13,7 @@ from glm5.checkpoint.save import save
 from glm5.common.errors import TrainingError
 from glm5.config.model import ModelConfig
 from glm5.config.step import OptimizerConfig
+from glm5.kernels.sampled_logprobs import kept_ids
 from glm5.model.glm5 import Glm5
 from glm5.model.packed import PackedView
 from glm5.rl.algorithms.ratios import Ratios
@@ -71,7 +72,8 @@ def formula(model: Glm5, given: list[Batch], preset: str) -> Tensor:
         for length in batch.lengths:
             logps, places = [], []
             for t in range(start, start + length):
-                ids = batch.kept.ids_N[kept_at : kept_at + counts[t]] if counts[t] else torch.arange(61)
+                mask = batch.kept.words_N[kept_at : kept_at + counts[t]].numpy().tobytes()
+                ids = torch.from_numpy(kept_ids(mask).copy()).long() if mask else torch.arange(61)
                 kept_at += counts[t]
                 if t == start:
                     continue

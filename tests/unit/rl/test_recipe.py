@@ -30,7 +30,6 @@ def test_every_recipe_loads(path):
         ("algoritm.name=dis", r"algoritm: no such key; did you mean algorithm\?"),
         ("environment.0.nam=guess", r"environment\.0\.nam: no such key; did you mean name\?"),
         ("rollouts.deterministic=false", r"exact: needs rollouts\.deterministic; set both, or exact = false"),
-        ("rollouts.top_p=0.9", r"top_p and min_p: need top_k"),
         ("rollouts.groups=0", r"rollouts\.groups: got 0; allowed: "),
         ("lr_warmup_steps=3", r"lr_warmup_steps 3 must be below steps 3"),
         ("environment=[]", r"environment: got \[\]; allowed: "),

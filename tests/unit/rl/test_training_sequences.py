@@ -13,6 +13,7 @@ from glm5.rl.segments import Segment
 from glm5.rl.training.packing import batches_of, pack
 from glm5.rl.training.repair import repair
 from glm5.rl.training.sequences import sequences_of, sequences_of_step
+from tests.support.masks import recorded_mask
 from tests.support.rl_batches import TASK, groups, rollout
 
 GRPO, DIS = PRESETS["grpo"], PRESETS["dis"]
@@ -52,7 +53,14 @@ def test_a_shared_segment_is_trained_once():
     for tokens in ([9], [10, 11]):
         between = made.tree.add(Segment([4], shared))
         made.tree.add(
-            Segment(tokens, between, True, [-0.3] * len(tokens), [0] * len(tokens), kept=[[t] for t in tokens])
+            Segment(
+                tokens,
+                between,
+                True,
+                [-0.3] * len(tokens),
+                [0] * len(tokens),
+                kept=[recorded_mask([t], 61) for t in tokens],
+            )
         )
     first, second = sequences_of(made, 2.0, 1, "sequence-mean")
     assert first.ids.tolist() == [5, 6, 7, 8, 4, 9]
@@ -62,7 +70,7 @@ def test_a_shared_segment_is_trained_once():
     assert second.columns["policy"].tolist() == [0, 0, 0, 0, 0, fifth, fifth]
     assert first.columns["rollout"].tolist() == [0, 0, -0.1, -0.2, 0, -0.3]
     assert first.columns["advantage"].tolist() == [0, 0, 2, 2, 0, 2]
-    assert first.kept == [[], [], [], [], [], [9]]
+    assert first.kept == [*[b""] * 5, recorded_mask([9], 61)]
     assert sum(one.columns["policy"].sum() for one in (first, second)) == pytest.approx(1)
 
 
@@ -80,7 +88,10 @@ def test_what_is_not_finite_or_does_not_fit_is_named():
     refused(
         lambda of: sampled(of).logprobs.__setitem__(1, -math.inf), "log-probability of token 1 of segment 1 is -inf"
     )
-    refused(lambda of: setattr(sampled(of), "kept", [[], [99]]), "not in the vocabulary recorded for it")
+    refused(
+        lambda of: setattr(sampled(of), "kept", [b"", recorded_mask([98], 100)]),
+        "not in the vocabulary recorded for it",
+    )
     refused(lambda of: setattr(sampled(of), "parent", None), "segment 1 is sampled after nothing")
 
 

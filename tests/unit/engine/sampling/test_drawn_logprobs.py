@@ -8,6 +8,7 @@ import torch
 
 from glm5.engine.sampling import Placement, Rows, Sampler, SamplingParams
 from glm5.engine.sampling.params import answer_seeds
+from glm5.kernels.sampled_logprobs import kept_ids, recorded
 
 VOCAB, PROMPT, OUTPUT, BAD = 60, [5, 40, 40], [31, 9, 9], [[9, 2], [7]]
 BUDGET = 1e-5  # float32 against float64, sums of 60 terms; seen 1e-6
@@ -69,11 +70,11 @@ def distribution(logits_W, params: SamplingParams) -> torch.Tensor:
 
 
 def has_mask(params) -> bool:
-    return params.top_k > 0 and not params.greedy
+    return params.truncates
 
 
 def mask(got, row) -> list[int]:
-    return [token_id for token_id in got.mask_TU[row].tolist() if token_id >= 0]
+    return kept_ids(recorded(got.mask_TU[row].numpy())).tolist()
 
 
 def sampled(names, logits_TW):
