@@ -20,7 +20,7 @@ from glm5.rl.training.packing import batches_of, pack
 from glm5.rl.training.policy import choose_parameters, policy_step, with_logprobs
 from glm5.rl.training.repair import Repairs, repair
 from glm5.rl.training.scores import ScoreKeeper, Scores, number_tokens
-from glm5.rl.training.sequences import sequences_of_step
+from glm5.rl.training.sequences import TrainingSequence, divided, sequences_of_step
 from glm5.train.batch import Batch
 from glm5.train.loop import deterministic, torch_threads
 from glm5.train.master_weights import MasterWeights
@@ -96,19 +96,25 @@ class PolicyTrainer:
         repaired, repairs = repair(groups)
         sequences = sequences_of_step(repaired, self.preset)
         number_tokens(sequences)
-        batches = batches_of(sequences, pack(sequences, self.recipe.pass_tokens), 0)
-        batches = [batch.to(self.device) for batch in batches]
-        if self.reference is not None:
-            batches = [with_logprobs(self.step, batch, "reference", model=self.reference) for batch in batches]
-        parts = self.recipe.algorithm.steps_per_batch
-        if parts > 1 and self.preset.needs_old:
-            batches = [with_logprobs(self.step, batch, "old", self.objective.scorer) for batch in batches]
+        parts = [self._batches(part) for part in divided(repaired, sequences, self.recipe.algorithm.steps_per_batch)]
+        if len(parts) > 1 and self.preset.needs_old:
+            parts = [
+                [with_logprobs(self.step, batch, "old", self.objective.scorer) for batch in batches]
+                for batches in parts
+            ]
         metrics: dict[str, float] = {}
-        for part in range(min(parts, len(batches))):
-            metrics = self.step.run(batches[part :: min(parts, len(batches))], self.recipe.lr_at(step))
+        for batches in parts:
+            metrics = self.step.run(batches, self.recipe.lr_at(step))
         if self.recipe.reset_optimizer:
             self.step.optimizers.reset()
         return Trained(metrics, repairs, self._scored.take(sequences))
+
+    def _batches(self, sequences: Sequence[TrainingSequence]) -> list[Batch]:
+        packed = batches_of(sequences, pack(sequences, self.recipe.pass_tokens), 0)
+        batches = [batch.to(self.device) for batch in packed]
+        if self.reference is not None:
+            batches = [with_logprobs(self.step, batch, "reference", model=self.reference) for batch in batches]
+        return batches
 
     def weights(self) -> dict[str, Tensor]:
         """The weights as the engine gets them."""

@@ -83,6 +83,18 @@ def sequences_of_step(groups: Sequence[RepairedGroup], preset: Preset) -> list[T
     return found
 
 
+def divided(
+    groups: Sequence[RepairedGroup], sequences: Sequence[TrainingSequence], count: int
+) -> list[list[TrainingSequence]]:
+    """The sequences of a step in up to `count` parts of whole groups, as even as can be, for an optimizer step each."""
+    parts = min(count, len(groups))
+    part_of = {id(one): number % parts for number, group in enumerate(groups) for one in group.rollouts}
+    found: list[list[TrainingSequence]] = [[] for _ in range(parts)]
+    for one in sequences:
+        found[part_of[id(one.rollout)]].append(one)
+    return [part for part in found if part]
+
+
 def sequences_of(rollout: Rollout, advantage: float, copies: int, reduction: Reduction) -> list[TrainingSequence]:
     """The sequences of one rollout that have something to train."""
     tree = rollout.tree

@@ -12,7 +12,7 @@ from glm5.rl.rollout import Group, Rollout
 from glm5.rl.segments import Segment
 from glm5.rl.training.packing import batches_of, pack
 from glm5.rl.training.repair import repair
-from glm5.rl.training.sequences import sequences_of, sequences_of_step
+from glm5.rl.training.sequences import divided, sequences_of, sequences_of_step
 from tests.support.masks import recorded_mask
 from tests.support.rl_batches import TASK, groups, rollout
 
@@ -35,6 +35,17 @@ def test_groups_are_repaired_as_reported():
     assert counts.failures == {"sandbox": 5}
     silent = Group(0, TASK, [Rollout(TASK, 0)])
     assert repair([silent])[1].failures == {"empty": 1}
+
+
+def test_steps_of_a_batch_divide_it_by_groups():
+    """Not by length, which tells rewards apart: every step has a share of all groups, whole ones."""
+    kept, _ = repair([group(1.0, 0.0), group(1.0, None), group(0.5, 0.0, 1.0), group(0.0, 0.5), group(0.0, 1.0)])
+    sequences = sequences_of_step(kept, GRPO)
+    for count, shares in [(1, [[0, 1, 2, 3]]), (3, [[0, 3], [1], [2]]), (9, [[0], [1], [2], [3]])]:
+        parts = divided(kept, sequences, count)
+        for part, share in zip(parts, shares, strict=True):
+            assert [one.rollout for one in part] == [one for number in share for one in kept[number].rollouts]
+    assert divided([], [], 2) == []
 
 
 def test_advantages_are_those_of_distinct_rollouts_and_copies_count_in_the_sums():
