@@ -71,13 +71,21 @@ class Worker:
     def _task(self, request: Mapping[str, Any]) -> dict[str, Any]:
         return as_json(self._environments[request["name"]].task(request["seed"], request["level"]))
 
-    def _reset(self, request: Mapping[str, Any]) -> list[Any]:
+    def _reset(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         task = as_task(request["task"])
+        return [self._result({"op": "begin", "task": task, "episode": number}) for number in request["episodes"]]
+
+    def _begin(self, request: Mapping[str, Any]) -> list[Any]:
+        task = request["task"]
         episode = self.episodes[request["episode"]] = self._environments[task.environment].reset(task)
         return list(episode.messages)
 
     def _step(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        return as_json(self.episodes[request["episode"]].step(as_reply(request["reply"])))
+        turn = self.episodes[request["episode"]].step(as_reply(request["reply"]))
+        if turn.is_done:
+            with suppress(Exception):
+                self._close(request)
+        return as_json(turn)
 
     def _close(self, request: Mapping[str, Any]) -> None:
         if (episode := self.episodes.pop(request["episode"], None)) is not None:

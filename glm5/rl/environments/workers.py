@@ -80,17 +80,36 @@ class EnvironmentWorkers:
 
     async def reset(self, task: Task) -> "RemoteEpisode":
         """Begin an episode. Raises EpisodeFailed, as all of these do."""
-        slot = self._freest()
-        slot.num_episodes += 1
-        number = next(self._numbers)
+        (episode,) = await self._reset(task, 1)
+        if isinstance(episode, EpisodeFailed):
+            raise episode
+        return episode
+
+    async def reset_all(self, task: Task, count: int) -> "list[RemoteEpisode | EpisodeFailed]":
+        """Begin episodes of a task; a failure stands in the place of one that could not begin."""
+        try:
+            is_quick = task.environment in (await self._freest().worker()).quick
+        except EpisodeFailed as failure:
+            return [failure] * count
+        parts = [count] if is_quick else [1] * count
+        return [one for part in await asyncio.gather(*(self._reset(task, n) for n in parts)) for one in part]
+
+    async def _reset(self, task: Task, count: int) -> "list[RemoteEpisode | EpisodeFailed]":
+        slot, numbers = self._freest(), [next(self._numbers) for _ in range(count)]
+        slot.num_episodes += count
+        found: list[RemoteEpisode | EpisodeFailed] = []
         try:
             worker = await slot.worker()
-            name = task.environment
-            messages = await worker.ask("reset", self._seconds, name, task=as_json(task), episode=number)
-        except BaseException:
-            slot.num_episodes -= 1
-            raise
-        return RemoteEpisode(slot, worker, number, name, tuple(messages), self._seconds)
+            begun = await worker.ask("reset", self._seconds, task.environment, task=as_json(task), episodes=numbers)
+            for number, one in zip(numbers, begun, strict=True):
+                failed = one.get("failed")
+                episode = RemoteEpisode(slot, worker, number, task.environment, one.get("value", ()), self._seconds)
+                found.append(EpisodeFailed(*failed) if failed else episode)
+        except EpisodeFailed as failure:
+            return [failure] * count
+        finally:
+            slot.num_episodes -= sum(isinstance(one, EpisodeFailed) for one in found) if found else count
+        return found
 
     async def score_group(self, task: Task, rewards: Sequence[float]) -> list[float]:
         """Rewards of a group's rollouts that depend on each other."""
@@ -106,7 +125,8 @@ class EnvironmentWorkers:
 
 
 class RemoteEpisode:
-    """An episode in a worker. Close it, or use it as an async context manager. `step_seconds`: time for one answer."""
+    """An episode in a worker, which closes it at its end. Close it, or use it as an async context manager, where it may
+    end before. `step_seconds`: time for one answer."""
 
     def __init__(
         self,
@@ -114,29 +134,34 @@ class RemoteEpisode:
         worker: "_Worker",
         number: int,
         environment: str,
-        messages: tuple[Message, ...],
+        messages: Sequence[Message],
         step_seconds: float,
     ) -> None:
-        self.messages = messages
+        self.messages = tuple(messages)
         self.step_seconds = step_seconds
-        self._slot, self._worker, self._number, self._is_closed = slot, worker, number, False
+        self._slot, self._worker, self._number, self.is_closed = slot, worker, number, False
         self._environment = environment
 
     async def step(self, reply: Reply) -> Turn:
         """What the environment answers. Raises EpisodeFailed."""
         value = await self._ask("step", reply=as_json(reply))
+        if value["is_done"]:
+            self._release()
         try:
             return as_turn(value)
         except (ValueError, TypeError) as error:
             raise EpisodeFailed("environment", str(error)) from None
 
     async def close(self) -> None:
-        """Give back what the episode holds. It may be called twice, and after a failure."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._slot.num_episodes -= 1
+        """Give back what the episode holds, before its end. It may be called twice, and after a failure."""
+        if not self.is_closed:
+            self._release()
             with suppress(EpisodeFailed):
                 await self._ask("close")
+
+    def _release(self) -> None:
+        self.is_closed = True
+        self._slot.num_episodes -= 1
 
     async def _ask(self, op: str, **fields: Any) -> Any:
         return await self._worker.ask(op, self.step_seconds, self._environment, episode=self._number, **fields)

@@ -50,31 +50,26 @@ class Harness:
 
     async def play(self, task: Task, seed: int, count: int) -> list[list[Rollout]]:
         """`count` episodes of a task; of each the rollouts of its players, most often one. Raises EngineDead."""
-        begun = await asyncio.gather(*(self._reset(task) for _ in range(count)))
+        begun = await self.workers.reset_all(task, count)
         episodes = [one for one in begun if not isinstance(one, EpisodeFailed)]
         players = [_Player(self, task, seed, number, one) for number, one in enumerate(begun)]
         try:
-            shared = {repr(list(map(dict, episode.messages))) for episode in episodes}
-            if len(shared) == 1 and len(episodes) == count > 1:
+            if len(episodes) == count > 1 and all(one.messages == episodes[0].messages for one in episodes):
                 await self._play_together(players, seed)
             else:
                 await _all(player.play() for player in players)
         finally:
-            await asyncio.gather(*(episode.close() for episode in episodes))
+            await asyncio.gather(*(episode.close() for episode in episodes if not episode.is_closed))
         return [player.rollouts for player in players]
 
     async def _play_together(self, players: Sequence["_Player"], seed: int) -> None:
         """The first replies in one request; each goes on by itself once it has its own."""
-        prompt, *_ = [player.begin() for player in players]
+        prompt = players[0].begin()
+        for player in players[1:]:
+            player.begin(prompt)
         async with asyncio.TaskGroup() as group:
             async for number, own_seed, sampled in self.policy.replies(prompt, seed, len(players)):
                 group.create_task(players[number].play(sampled, own_seed))
-
-    async def _reset(self, task: Task) -> RemoteEpisode | EpisodeFailed:
-        try:
-            return await self.workers.reset(task)
-        except EpisodeFailed as failure:
-            return failure
 
 
 class _Player:
@@ -91,10 +86,10 @@ class _Player:
     def rollouts(self) -> list[Rollout]:
         return [seat.rollout for _, seat in sorted(self.seats.items())]
 
-    def begin(self) -> list[int]:
-        """Add the first prompt; returns its tokens."""
+    def begin(self, prompt_ids: Sequence[int] | None = None) -> list[int]:
+        """Add the first prompt; returns its tokens. `prompt_ids`: these, if they are known."""
         assert not isinstance(self.episode, EpisodeFailed)
-        self._hear(0, self.episode.messages)
+        self._hear(0, self.episode.messages, prompt_ids)
         return self.seats[0].token_ids
 
     async def play(self, first: Sampled | None = None, first_seed: int | None = None) -> None:
@@ -147,12 +142,12 @@ class _Player:
         seat.rollout.messages.append(as_message(reply))
         return reply
 
-    def _hear(self, number: int, messages: Sequence[Message]) -> None:
+    def _hear(self, number: int, messages: Sequence[Message], ids: Sequence[int] | None = None) -> None:
         """Add what the environment says to a player."""
         seat = self._seat(number)
-        if seat.leaf is None:
+        if ids is None and seat.leaf is None:
             ids = self.harness.chat.prompt(messages, self.task.tools)
-        else:
+        elif ids is None:
             ids = self.harness.chat.continuation(messages, self.task.tools, seat.token_ids[-1])
         seat.rollout.messages += messages
         seat.add(Segment(list(ids), seat.leaf))
