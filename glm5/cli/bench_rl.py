@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from glm5.bench.rl.run import measure
     from glm5.bench.rl.sides import ours, trl
 
-    environment, sides = os.environ | {"HF_HUB_OFFLINE": "1"}, [ours()]
+    environment, sides = os.environ | {"HF_HUB_OFFLINE": "1"}, [ours(recipe)]
     if settings.against is not None:
         sides.append(trl(recipe, settings.peer_python or sys.executable, environment))
     measured = measure(sides, recipe, settings, environment, lambda line: out(line, flush=True))

@@ -49,10 +49,10 @@ class Side:
     choices: Mapping[str, list[Any]]
 
 
-def ours() -> Side:
+def ours(recipe: RLRecipe) -> Side:
     """`glm5 rl`, with or without equal log-probabilities of engine and trainer."""
     command = [sys.executable, "-m", "glm5.bench.rl.ours"]
-    return Side("glm5", command, {"exact": [True, False], "threads": _threads()})
+    return Side("glm5", command, {"exact": [True, False], "threads": _threads(recipe)})
 
 
 def trl(recipe: RLRecipe, python: str, environment: Mapping[str, str]) -> Side:
@@ -74,7 +74,7 @@ def trl(recipe: RLRecipe, python: str, environment: Mapping[str, str]) -> Side:
         ) from None
     batch = recipe.rollouts.groups * recipe.rollouts.group_size
     micro = [batch // parts for parts in (1, 2, 4) if batch % parts == 0]
-    choices = {"backend": list(trl_run.BACKENDS), "threads": _threads(), "micro_batch": micro}
+    choices = {"backend": list(trl_run.BACKENDS), "threads": _threads(recipe), "micro_batch": micro}
     # -P: the program's own folder is not searched for modules.
     return Side(f"TRL {found.stdout.strip()}", [python, "-P", trl_run.__file__], choices)
 
@@ -104,5 +104,5 @@ def job(recipe: RLRecipe, checkpoint: Path, folder: Path, steps: int, seed: int,
     }
 
 
-def _threads() -> list[int]:
-    return sorted({1, usable_cores()})
+def _threads(recipe: RLRecipe) -> list[int]:
+    return sorted({1, usable_cores()}) if recipe.threads is None else [recipe.threads]
