@@ -13,6 +13,7 @@ from glm5 import __version__
 from glm5.bench.measure import Measured
 from glm5.bench.run import Run, num_equal
 from glm5.config.bench import BenchConfig
+from glm5.config.command import Command
 
 LABELS = {"ttft": "TTFT ms, mean / p50 / p99", "tpot": "TPOT ms, mean / p50 / p99"}
 
@@ -43,7 +44,7 @@ def document(command: str, settings: BenchConfig, measured: Measured, our_table:
     }
 
 
-def about(command: str, settings: BenchConfig) -> dict[str, Any]:
+def about(command: str, settings: Command) -> dict[str, Any]:
     """Version, date, machine and settings of a measurement, as JSON."""
     return {
         "tool": f"glm5 {__version__} bench {command}",

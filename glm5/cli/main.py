@@ -48,6 +48,7 @@ COMMANDS = {
     "bench frontend": "the server without a model: chunks a second and core",
     "bench kernels": "kernels on this GPU: microseconds, floor, share",
     "bench quantize": "methods of quantization side by side",
+    "bench rl": "reinforcement learning: rollouts, training, time to a reward",
     "bench transition": "dense attention to selected keys in miniature, beside windows",
     "eval ruler": "generated tasks at many lengths, in the manner of RULER",
 }
