@@ -28,6 +28,7 @@ from glm5.checkpoint.dtypes import cast, dtype_name, parse_dtype
 from glm5.checkpoint.fit import ROTATIONS, Fit, fit
 from glm5.checkpoint.formats.base import Stored
 from glm5.checkpoint.index import ShardIndex, counted, scan
+from glm5.checkpoint.masters import Master
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.resolve import resolve
 from glm5.checkpoint.shard import DTYPES, TensorEntry, mapped, read_into, read_tensor
@@ -236,15 +237,18 @@ def read_weights(
     scaled: frozenset[str],
     kept: frozenset[str],
     stored: Mapping[str, Stored],
+    masters: Mapping[str, Master] = MappingProxyType({}),
     shard: Shard = UNSHARDED,
     may_map: bool = False,
+    quiet: bool = False,
     on_share: Callable[[float], None] = lambda _share: None,
 ) -> int:
     """Read the weights called `names` on disk into `parameters`, in the order of the files.
 
     `scaled`: weights stored as FP8 with block scales; `kept`: those of them that stay FP8, the others are dequantized.
-    `stored`: weights in other quantized formats. With a `shard`, `parameters` are that rank's. `may_map`: whether files
-    may be memory-mapped (see `mapped`). Returns the number of bytes read.
+    `stored`: weights in other quantized formats. `masters`: floats of weights that `parameters` hold quantized. With a
+    `shard`, `parameters` are that rank's. `may_map`: whether files may be memory-mapped (see `mapped`). `quiet`:
+    progress is not shown. Returns the number of bytes read.
     """
     names = list(names)
     weights = [index.entries[name] for name in names if name not in stored]
@@ -266,7 +270,12 @@ def read_weights(
         for entry in entries
     }
 
-    unsplit = quantized.keys() | dequantized | {entry.name for entry in entries if entry.name.endswith(CHAINED)}
+    unsplit = (
+        quantized.keys()
+        | dequantized
+        | masters.keys()
+        | {entry.name for entry in entries if entry.name.endswith(CHAINED)}
+    )
     device = next(iter(parameters.values())).device
     staging_pool = StagingPool(device)
 
@@ -283,6 +292,9 @@ def read_weights(
         target, span = slot.view(parameters[slot.parameter]), spans[entry.name]
         if entry.name.endswith(CHAINED):
             target.copy_(_chained_rotation(directory, entry, index.entries))
+        elif entry.name in masters:
+            weight = read_tensor(directory, entry).to(device)
+            masters[entry.name].quantize_into(entry.name, weight, parameters, span)
         elif entry.name in dequantized:
             _dequantize_into(directory, entry, index.entries, target, span, staging)
         elif span is not None and span.dim == 1:
@@ -293,7 +305,7 @@ def read_weights(
 
     work = [piece for entry in entries for piece in _pieces(entry, spans[entry.name], num_bytes[entry.name], unsplit)]
     title, total, num_read = f"loading {directory.name}", sum(num_bytes.values()), 0
-    shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 else nullcontext()
+    shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 and not quiet else nullcontext()
     try:
         with ThreadPoolExecutor(num_readers(device)) as readers, shown as progress:
             for piece, _ in zip(work, readers.map(read, work), strict=True):  # an error cancels the rest

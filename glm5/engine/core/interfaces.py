@@ -11,6 +11,7 @@ from glm5.engine.runner.result import StepResult
 from glm5.engine.runner.runner import SeqSpec
 from glm5.engine.scheduler.messages import Message
 from glm5.engine.scheduler.plan import StepPlan
+from glm5.engine.transport.wire import PushCall
 
 
 class Launched(Protocol):
@@ -38,6 +39,13 @@ class Followers(Protocol):
     def close(self) -> None: ...
 
 
+class Staged(Protocol):
+    """Weights that are read and checked. `is_complete`: all of the model's."""
+
+    @property
+    def is_complete(self) -> bool: ...
+
+
 class WeightSource(Protocol):
     """What the engine core needs of the weights' owner."""
 
@@ -47,12 +55,28 @@ class WeightSource(Protocol):
     @property
     def identity(self) -> bytes: ...
 
-    def stage(self, folder: Path) -> "Future[Any]":
+    def stage(self, folder: Path) -> "Future[Staged]":
         """Start to read and check weights. The future may raise anything; nothing is replaced yet."""
         ...
 
     def swap(self, staged: Any, version: int) -> None:
         """Replace the weights by staged ones. No step may be launched during the call."""
+        ...
+
+    def prepare(self, push: PushCall) -> "Future[bool]":
+        """Check what a push announces. Whether it has all tensors of the model."""
+        ...
+
+    def check_sum(self, number: int, checksum: int) -> "Future[None]":
+        """Check the bytes of a bucket of the prepared push."""
+        ...
+
+    def write(self, number: int) -> "Future[None]":
+        """Write a bucket of the prepared push. No step may run before a push of all tensors, or `swap`, is finished."""
+        ...
+
+    def end_push(self, version: int) -> None:
+        """All buckets are written."""
         ...
 
     def check_source(self) -> None:
