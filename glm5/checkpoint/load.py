@@ -252,24 +252,17 @@ def read_weights(
     """
     names = list(names)
     weights = [index.entries[name] for name in names if name not in stored]
-    spans = {entry.name: span_of(entry.name, entry.shape, shard) for entry in weights}
     scales = [index.entries[entry.name + SCALE_SUFFIX] for entry in weights if entry.name in kept]
-    for scale in scales:
-        span = spans[scale.name.removesuffix(SCALE_SUFFIX)]
-        spans[scale.name] = None if span is None else scale_span(span)
     # A quantized matrix is read together with its scales, at the position of its codes.
     quantized = {stored[name].parts["codes"].name: stored[name] for name in names if name in stored}
-    spans |= {name: span_of(matrix.name, matrix.shape, shard) for name, matrix in quantized.items()}
+    spans = _spans(weights, scales, quantized, shard)
     entries = [*weights, *scales, *(index.entries[name] for name in quantized)]
     entries.sort(key=lambda entry: (entry.file, entry.start))
     dequantized = scaled - kept
     num_bytes = {
-        entry.name: entry.num_bytes // (1 if spans[entry.name] is None else shard.size)
-        if entry.name in quantized
-        else _num_bytes(entry, spans[entry.name])
+        entry.name: _num_bytes(entry, spans[entry.name], shard.size if entry.name in quantized else None)
         for entry in entries
     }
-
     unsplit = (
         quantized.keys()
         | dequantized
@@ -293,8 +286,7 @@ def read_weights(
         if entry.name.endswith(CHAINED):
             target.copy_(_chained_rotation(directory, entry, index.entries))
         elif entry.name in masters:
-            weight = read_tensor(directory, entry).to(device)
-            masters[entry.name].quantize_into(entry.name, weight, parameters, span)
+            masters[entry.name].quantize_into(entry.name, read_tensor(directory, entry).to(device), parameters, span)
         elif entry.name in dequantized:
             _dequantize_into(directory, entry, index.entries, target, span, staging)
         elif span is not None and span.dim == 1:
@@ -318,6 +310,17 @@ def read_weights(
     return total
 
 
+def _spans(
+    weights: Iterable[TensorEntry], scales: Iterable[TensorEntry], quantized: Mapping[str, Stored], shard: Shard
+) -> dict[str, Span | None]:
+    """This rank's part of each tensor, by its name; of quantized matrices by that of their codes."""
+    spans = {entry.name: span_of(entry.name, entry.shape, shard) for entry in weights}
+    for scale in scales:
+        span = spans[scale.name.removesuffix(SCALE_SUFFIX)]
+        spans[scale.name] = None if span is None else scale_span(span)
+    return spans | {name: span_of(matrix.name, matrix.shape, shard) for name, matrix in quantized.items()}
+
+
 def _pieces(entry: TensorEntry, span: Span | None, num_bytes: int, unsplit: Set[str]) -> list[_Piece]:
     """Units of work for this rank's part of a tensor, of `num_bytes` bytes."""
     if entry.name in unsplit or (span is not None and span.dim == 1):
@@ -339,8 +342,10 @@ def _chained_rotation(directory: Path, entry: TensorEntry, entries: Mapping[str,
     return torch.linalg.solve(hidden, read_tensor(directory, entry).double(), left=False)
 
 
-def _num_bytes(entry: TensorEntry, span: Span | None) -> int:
-    """Bytes of a part of a tensor."""
+def _num_bytes(entry: TensorEntry, span: Span | None, num_parts: int | None) -> int:
+    """Bytes of a part of a tensor. `num_parts`: of codes, whose span counts the elements that they stand for."""
+    if span is not None and num_parts is not None:
+        return entry.num_bytes // num_parts
     return entry.num_bytes if span is None else entry.num_bytes // entry.shape[span.dim] * (span.stop - span.start)
 
 
