@@ -39,13 +39,6 @@ class Followers(Protocol):
     def close(self) -> None: ...
 
 
-class Staged(Protocol):
-    """Weights that are read and checked. `is_complete`: all of the model's."""
-
-    @property
-    def is_complete(self) -> bool: ...
-
-
 class WeightSource(Protocol):
     """What the engine core needs of the weights' owner."""
 
@@ -55,8 +48,9 @@ class WeightSource(Protocol):
     @property
     def identity(self) -> bytes: ...
 
-    def stage(self, folder: Path) -> "Future[Staged]":
-        """Start to read and check weights. The future may raise anything; nothing is replaced yet."""
+    def stage(self, folder: Path) -> "Future[Any]":
+        """Start to read and check weights; nothing is replaced yet. The result has `is_complete`: whether it has all
+        tensors of the model. The future may raise anything."""
         ...
 
     def swap(self, staged: Any, version: int) -> None:

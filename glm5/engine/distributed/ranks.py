@@ -29,7 +29,7 @@ from torch import Tensor
 
 from glm5.common.background import in_background
 from glm5.common.errors import GlmError, named
-from glm5.engine.core.interfaces import Launched, Memory, Staged, StepRunner, WeightSource
+from glm5.engine.core.interfaces import Launched, Memory, StepRunner, WeightSource
 from glm5.engine.distributed.loaded_pages import LoadedPages
 from glm5.engine.distributed.rank_wire import (
     Begin,
@@ -274,7 +274,7 @@ class RankedWeights:
     def identity(self) -> bytes:
         return self._own.identity
 
-    def stage(self, folder: Path) -> "Future[Staged]":
+    def stage(self, folder: Path) -> "Future[Any]":
         others = self._ranks.call(lambda call: Stage(call, folder))
         return self._by_all(others, self._own.stage(folder), lambda: self._ranks.broadcast(Discard()))
 
