@@ -17,7 +17,7 @@ def push(client: Client, stream: TensorStream, policy: Policy, version: int | No
     """Send all tensors. The future has the engine's answer; while it is not done, `client` must be pumped. Raises
     CheckpointError when there is not enough memory for the buffers."""
     buckets = buckets_of(stream.layout)
-    buffers = Buffers(max(start + layout.num_bytes for bucket in buckets for layout, start in bucket))
+    buffers = Buffers(max([1, *(start + layout.num_bytes for bucket in buckets for layout, start in bucket)]))
     announced = [
         [
             PushedTensor(layout.name, layout.dtype, layout.shape, start, start + layout.num_bytes)
@@ -38,6 +38,8 @@ def push(client: Client, stream: TensorStream, policy: Policy, version: int | No
             for number, bucket in enumerate(buckets):
                 if len(unread) == NUM_BUFFERS:
                     wait([unread.popleft(), future], return_when=FIRST_COMPLETED)
+                if future.cancelled():  # the tensors may change from now on
+                    raise GlmError("the caller has cancelled it")
                 if future.done():
                     return
                 checksum = buffers.fill(number % NUM_BUFFERS, bucket, tensors)

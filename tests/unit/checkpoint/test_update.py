@@ -8,7 +8,7 @@ import torch
 from glm5.checkpoint import update
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
-from glm5.checkpoint.update import identity_of, replace, stage
+from glm5.checkpoint.update import identity_of, is_finite, replace, stage
 from glm5.common.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import edit_json, edit_tensors, ragged, read_tensors, write_tensors
 from tests.support.models import random_model
@@ -149,6 +149,19 @@ def test_nan_in_fp8_is_refused(tmp_path):
     edit_tensors(folder, lambda tensors: tensors[EXPERT].view(torch.uint8)[0].fill_(0xFF))
     with pytest.raises(CheckpointError, match="NaN"):
         stage(model, folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn])
+def test_numbers_that_are_not_finite_are_found_wherever_they_are(dtype, seed):
+    largest = torch.full((700,), torch.finfo(dtype).max, dtype=dtype)
+    gen = torch.Generator().manual_seed(seed)
+    assert is_finite(largest[:0])
+    assert is_finite(largest)  # its sum is not
+    inf = float("inf")
+    for value in (float("nan"),) if dtype == torch.float8_e4m3fn else (float("nan"), inf, -inf):
+        for tensor in (largest.clone(), torch.ones(700).to(dtype)):
+            tensor[int(torch.randint(700, (), generator=gen))] = value
+            assert not is_finite(tensor)
 
 
 def test_truncated_files_absent_files_and_absent_folders(model, changed):

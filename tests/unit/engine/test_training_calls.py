@@ -293,6 +293,15 @@ def test_a_push_that_fails_midway_stops_all_requests_until_a_whole_version_has_c
     llm.update_weights(dict(models[0].state_dict()))
 
 
+def test_a_push_that_its_caller_cancels_fails(llm, models):
+    """Its tensors may change from then on. Without pumping, no more than two of its buckets are on their way."""
+    assert llm._calls.update_weights(dict(models[1].state_dict()), "recompute", None).cancel()
+    assert any(llm.stats()["weights_are_torn"] for _ in range(MAX_TURNS))
+    version = llm.update_weights(dict(models[0].state_dict()))
+    (out,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    assert set(out.outputs[0].weight_versions) == {version}
+
+
 def test_an_update_that_fails_halfway_ends_the_engine_with_the_reason(models, folders, monkeypatch):
     """Nobody is served by half of them: some were replaced, and the others cannot be."""
 
