@@ -51,6 +51,8 @@ class Fit:
     """The subset of `scaled` that a model can hold as FP8, as published: all weights of the module are FP8."""
     stored: dict[str, Stored] = field(default_factory=dict)
     """Weights in another quantized format, as config.json says, by their name when not quantized."""
+    masters: dict[str, Stored] = field(default_factory=dict)
+    """Weights that config.json says are in such a format, and that are given as floats."""
 
     @property
     def is_rotated(self) -> bool:
@@ -82,8 +84,8 @@ class Fit:
             )
 
 
-def fit(index: ShardIndex, cfg: ModelConfig) -> Fit:
-    """Compare `index` with the tensors that `cfg` asks for."""
+def fit(index: ShardIndex, cfg: ModelConfig, *, takes_masters: bool = False) -> Fit:
+    """Compare `index` with the tensors that `cfg` asks for. `takes_masters`: floats may stand for quantized weights."""
     entries = index.entries
     mtp = f"model.layers.{cfg.num_hidden_layers}."
     if cfg.num_nextn_predict_layers and entries and not any(name.startswith(mtp) for name in entries):
@@ -92,10 +94,15 @@ def fit(index: ShardIndex, cfg: ModelConfig) -> Fit:
     if cfg.num_nextn_predict_layers and any(mtp + name in entries for name in ROTATIONS):
         square = (cfg.hidden_size, cfg.hidden_size)
         specs |= {mtp + name: TensorSpec(mtp + name, square, "f32", "mtp", fp8=False) for name in ROTATIONS}
-    stored = stored_of(cfg, entries)
+    told = {name: entry for name, entry in entries.items() if not (takes_masters and entry.dtype in FLOATS)}
+    stored, masters = stored_of(cfg, told), dict[str, Stored]()
+    for name in [name for name in stored if takes_masters and _is_master(entries.get(name), specs[name])]:
+        masters[name] = stored.pop(name)
     scaled = frozenset(n for n in specs if n in entries and n + SCALE_SUFFIX in entries and n not in stored)
     kept = _kept(specs, scaled)
-    result = Fit(index.source, cfg, specs, damage=index.problems, scaled=scaled, kept=kept, stored=stored)
+    result = Fit(
+        index.source, cfg, specs, damage=index.problems, scaled=scaled, kept=kept, stored=stored, masters=masters
+    )
     for name, spec in specs.items():
         if name in stored:
             _check_stored(result, stored[name], entries)
@@ -108,6 +115,10 @@ def fit(index: ShardIndex, cfg: ModelConfig) -> Fit:
         if name not in specs and name not in known and name.removesuffix(SCALE_SUFFIX) not in scaled:
             _check_leftover(result, entry, entries)
     return result
+
+
+def _is_master(entry: TensorEntry | None, spec: TensorSpec) -> bool:
+    return entry is not None and entry.dtype in FLOATS and entry.shape == spec.shape
 
 
 def _kept(specs: Mapping[str, TensorSpec], scaled: frozenset[str]) -> frozenset[str]:

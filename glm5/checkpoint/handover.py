@@ -1,65 +1,125 @@
-"""Tensors in memory -> a temporary folder of safetensors files that another process reads (`update.stage`).
+"""Tensors in memory -> buckets in shared memory that an engine's processes read (push.py is their side).
 
-Names are those on disk, or those of the model's `state_dict`, in which experts are stacked.
+    tensors -> buckets of at most a layer -> one of two buffers, in turn -> sum of its bytes
+
+While the engine reads one buffer, the other is filled. The buffers have no name in any folder: the engine opens them by
+this process's number, and they are gone when it ends, however it ends.
 """
 
-import shutil
-import tempfile
+import mmap
+import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from glm5.checkpoint.names import SCALE_SUFFIX, STACKED
-from glm5.checkpoint.save import MAX_SHARD_BYTES
-from glm5.checkpoint.shard import CODES
-from glm5.checkpoint.writer import TensorLayout, write_shards
+from glm5.checkpoint.names import SCALE_SUFFIX, STACKED, place_of
+from glm5.checkpoint.shard import CODES, DTYPES
+from glm5.checkpoint.update import is_finite
+from glm5.checkpoint.writer import TensorLayout
+from glm5.common import host_memory
 from glm5.common.errors import CheckpointError
 
-_SHARED_MEMORY = Path("/dev/shm")  # files here are never written to a disk
-_OVERHEAD = 1.02  # headers and partly filled blocks
+MAX_BUCKET_BYTES = 1 << 30  # of several modules; a layer of GLM-5 has 20 GB in bfloat16
+_ALIGNMENT = 64
+NUM_BUFFERS = 2
 
 
-def hand_over(tensors: Mapping[str, Tensor]) -> Path:
-    """Write `tensors` into a new folder, in memory if there is space, and return it; the reader removes it.
+@dataclass(frozen=True)
+class TensorStream:
+    """Tensors with their names on disk, made one by one in the order of `layout`. Those of a module, such as a weight
+    and its scales, are neighbours."""
 
-    Raises CheckpointError when there are no tensors, when a dtype cannot be stored, or when there is no space.
+    layout: Sequence[TensorLayout]
+    tensors: Iterable[Tensor]
+
+
+def stream_of(tensors: Mapping[str, Tensor]) -> TensorStream:
+    """Tensors by their names on disk, or by those of the model's `state_dict`, in which experts are stacked.
+
+    Raises CheckpointError when there are none, when a dtype cannot be stored, and for NaN and infinity.
     """
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise CheckpointError(f"weights hold {name!r:.60}: {tensor!r:.60}; allowed: tensors by name")
-    parts = list(_on_disk(tensors))
-    if not parts:
+    by_unit: dict[tuple[int, str], list[tuple[str, Tensor]]] = {}
+    for name, tensor in _on_disk(tensors):
+        if tensor.dtype not in CODES:
+            raise CheckpointError(f"{name} is {tensor.dtype}; allowed: {', '.join(str(dtype) for dtype in CODES)}")
+        if not is_finite(tensor):
+            raise CheckpointError(f"{name} holds NaN or infinity; nothing was replaced")
+        by_unit.setdefault(_unit(name), []).append((name, tensor))
+    if not by_unit:
         raise CheckpointError("no tensors were given to update the weights with")
-    if odd := [f"{name} is {tensor.dtype}" for name, tensor in parts if tensor.dtype not in CODES]:
-        raise CheckpointError(f"{odd[0]}; allowed: {', '.join(str(dtype) for dtype in CODES)}")
+    first: dict[int, int] = {}
+    for number, (layer_idx, _) in enumerate(by_unit):
+        first.setdefault(layer_idx, number)
+    parts = [part for unit in sorted(by_unit, key=lambda unit: first[unit[0]]) for part in by_unit[unit]]
     layout = [TensorLayout(name, CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in parts]
-    return write_temporary(layout, (tensor for _, tensor in parts), desc="handing over weights")
+    return TensorStream(layout, (tensor for _, tensor in parts))
 
 
-def write_temporary(layout: Sequence[TensorLayout], tensors: Iterable[Tensor], desc: str) -> Path:
-    """Write `tensors`, in the order of `layout`, into a new folder, which the caller removes. `desc`: for the progress
-    bar. Raises CheckpointError when there is no space or writing fails; nothing is left then."""
-    parent = _parent_with_space(sum(each.num_bytes for each in layout))
-    folder = Path(tempfile.mkdtemp(prefix="glm5-weights-", dir=parent))
-    try:
-        write_shards(folder, layout, tensors, MAX_SHARD_BYTES, desc=desc)
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{folder}: weights could not be written: {error.strerror or error}") from error
-        raise
-    return folder
+def buckets_of(layout: Sequence[TensorLayout]) -> list[list[tuple[TensorLayout, int]]]:
+    """Tensors that are sent together, each with its first byte: of one layer, and beyond `MAX_BUCKET_BYTES` only if
+    they are of one module."""
+    buckets: list[list[tuple[TensorLayout, int]]] = []
+    last, stop = None, 0
+    for tensor in layout:
+        unit = _unit(tensor.name)
+        is_full = unit != last and stop + tensor.num_bytes > MAX_BUCKET_BYTES
+        if last is None or unit[0] != last[0] or is_full:
+            buckets.append([])
+            stop = 0
+        buckets[-1].append((tensor, stop))
+        last, stop = unit, -(-(stop + tensor.num_bytes) // _ALIGNMENT) * _ALIGNMENT
+    return buckets
 
 
-def _parent_with_space(num_bytes: int) -> Path:
-    parents = [_SHARED_MEMORY, Path(tempfile.gettempdir())]
-    free = {parent: shutil.disk_usage(parent).free for parent in parents if parent.is_dir()}
-    for parent, num_free in free.items():
-        if num_bytes * _OVERHEAD <= num_free:
-            return parent
-    found = ", ".join(f"{num_free:,} in {parent}" for parent, num_free in free.items())
-    raise CheckpointError(f"the weights take {num_bytes:,} bytes, and free are {found}; set TMPDIR to a larger folder")
+class Buffers:
+    """Two buffers of `num_bytes` each in shared memory. Raises CheckpointError when there is not enough memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        free = host_memory.available()
+        if NUM_BUFFERS * num_bytes > free:
+            raise CheckpointError(
+                f"weights go to the engine through {NUM_BUFFERS} buffers of {num_bytes:,} bytes each, and the host has "
+                f"{free:,} bytes of memory; free some"
+            )
+        self.descriptors: list[int] = []
+        self._memory: list[mmap.mmap] = []
+        for _ in range(NUM_BUFFERS):
+            self.descriptors.append(os.memfd_create("glm5-push"))
+            os.ftruncate(self.descriptors[-1], num_bytes)
+            self._memory.append(mmap.mmap(self.descriptors[-1], num_bytes))
+
+    @torch.no_grad()
+    def fill(self, which: int, bucket: Sequence[tuple[TensorLayout, int]], tensors: Iterator[Tensor]) -> int:
+        """Copy the next tensors into a buffer, as the bucket says. Returns the CRC-32 of its bytes."""
+        memory, stop = torch.frombuffer(self._memory[which], dtype=torch.uint8), 0
+        for layout, start in bucket:
+            tensor = next(tensors, None)
+            if tensor is None:
+                raise CheckpointError(f"the tensors ended before {layout.name}")
+            if (tuple(tensor.shape), CODES.get(tensor.dtype)) != (layout.shape, layout.dtype):
+                raise CheckpointError(f"{layout.name} is {tensor.dtype} {list(tensor.shape)}, announced: {layout}")
+            stop = start + layout.num_bytes
+            memory[start:stop].view(DTYPES[layout.dtype]).view(layout.shape).copy_(tensor)
+        return zlib.crc32(memory[:stop].numpy().data)
+
+    def close(self) -> None:
+        """The memory is free once no process reads it any more."""
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors.clear()
+        self._memory.clear()
+
+
+def _unit(name: str) -> tuple[int, str]:
+    """The layer of a tensor, and the module whose tensors are read together."""
+    # One rotation of the MTP layer is stored as a product with the other.
+    return place_of(name).layer_idx, name.rpartition(".")[0].replace("chained_rotation", "hidden_rotation")
 
 
 def _on_disk(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -28,6 +28,7 @@ from glm5.checkpoint.dtypes import cast, dtype_name, parse_dtype
 from glm5.checkpoint.fit import ROTATIONS, Fit, fit
 from glm5.checkpoint.formats.base import Stored
 from glm5.checkpoint.index import ShardIndex, counted, scan
+from glm5.checkpoint.masters import Master
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.resolve import resolve
 from glm5.checkpoint.shard import DTYPES, TensorEntry, mapped, read_into, read_tensor
@@ -236,37 +237,38 @@ def read_weights(
     scaled: frozenset[str],
     kept: frozenset[str],
     stored: Mapping[str, Stored],
+    masters: Mapping[str, Master] = MappingProxyType({}),
     shard: Shard = UNSHARDED,
     may_map: bool = False,
+    quiet: bool = False,
     on_share: Callable[[float], None] = lambda _share: None,
 ) -> int:
     """Read the weights called `names` on disk into `parameters`, in the order of the files.
 
     `scaled`: weights stored as FP8 with block scales; `kept`: those of them that stay FP8, the others are dequantized.
-    `stored`: weights in other quantized formats. With a `shard`, `parameters` are that rank's. `may_map`: whether files
-    may be memory-mapped (see `mapped`). Returns the number of bytes read.
+    `stored`: weights in other quantized formats. `masters`: floats of weights that `parameters` hold quantized. With a
+    `shard`, `parameters` are that rank's. `may_map`: whether files may be memory-mapped (see `mapped`). `quiet`:
+    progress is not shown. Returns the number of bytes read.
     """
     names = list(names)
     weights = [index.entries[name] for name in names if name not in stored]
-    spans = {entry.name: span_of(entry.name, entry.shape, shard) for entry in weights}
     scales = [index.entries[entry.name + SCALE_SUFFIX] for entry in weights if entry.name in kept]
-    for scale in scales:
-        span = spans[scale.name.removesuffix(SCALE_SUFFIX)]
-        spans[scale.name] = None if span is None else scale_span(span)
     # A quantized matrix is read together with its scales, at the position of its codes.
     quantized = {stored[name].parts["codes"].name: stored[name] for name in names if name in stored}
-    spans |= {name: span_of(matrix.name, matrix.shape, shard) for name, matrix in quantized.items()}
+    spans = _spans(weights, scales, quantized, shard)
     entries = [*weights, *scales, *(index.entries[name] for name in quantized)]
     entries.sort(key=lambda entry: (entry.file, entry.start))
     dequantized = scaled - kept
     num_bytes = {
-        entry.name: entry.num_bytes // (1 if spans[entry.name] is None else shard.size)
-        if entry.name in quantized
-        else _num_bytes(entry, spans[entry.name])
+        entry.name: _num_bytes(entry, spans[entry.name], shard.size if entry.name in quantized else None)
         for entry in entries
     }
-
-    unsplit = quantized.keys() | dequantized | {entry.name for entry in entries if entry.name.endswith(CHAINED)}
+    unsplit = (
+        quantized.keys()
+        | dequantized
+        | masters.keys()
+        | {entry.name for entry in entries if entry.name.endswith(CHAINED)}
+    )
     device = next(iter(parameters.values())).device
     staging_pool = StagingPool(device)
 
@@ -283,6 +285,8 @@ def read_weights(
         target, span = slot.view(parameters[slot.parameter]), spans[entry.name]
         if entry.name.endswith(CHAINED):
             target.copy_(_chained_rotation(directory, entry, index.entries))
+        elif entry.name in masters:
+            masters[entry.name].quantize_into(entry.name, read_tensor(directory, entry).to(device), parameters, span)
         elif entry.name in dequantized:
             _dequantize_into(directory, entry, index.entries, target, span, staging)
         elif span is not None and span.dim == 1:
@@ -293,7 +297,7 @@ def read_weights(
 
     work = [piece for entry in entries for piece in _pieces(entry, spans[entry.name], num_bytes[entry.name], unsplit)]
     title, total, num_read = f"loading {directory.name}", sum(num_bytes.values()), 0
-    shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 else nullcontext()
+    shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 and not quiet else nullcontext()
     try:
         with ThreadPoolExecutor(num_readers(device)) as readers, shown as progress:
             for piece, _ in zip(work, readers.map(read, work), strict=True):  # an error cancels the rest
@@ -304,6 +308,17 @@ def read_weights(
     finally:  # also after an error: pending copies would write into memory that may have been reused
         staging_pool.finish()
     return total
+
+
+def _spans(
+    weights: Iterable[TensorEntry], scales: Iterable[TensorEntry], quantized: Mapping[str, Stored], shard: Shard
+) -> dict[str, Span | None]:
+    """This rank's part of each tensor, by its name; of quantized matrices by that of their codes."""
+    spans = {entry.name: span_of(entry.name, entry.shape, shard) for entry in weights}
+    for scale in scales:
+        span = spans[scale.name.removesuffix(SCALE_SUFFIX)]
+        spans[scale.name] = None if span is None else scale_span(span)
+    return spans | {name: span_of(matrix.name, matrix.shape, shard) for name, matrix in quantized.items()}
 
 
 def _pieces(entry: TensorEntry, span: Span | None, num_bytes: int, unsplit: Set[str]) -> list[_Piece]:
@@ -327,8 +342,10 @@ def _chained_rotation(directory: Path, entry: TensorEntry, entries: Mapping[str,
     return torch.linalg.solve(hidden, read_tensor(directory, entry).double(), left=False)
 
 
-def _num_bytes(entry: TensorEntry, span: Span | None) -> int:
-    """Bytes of a part of a tensor."""
+def _num_bytes(entry: TensorEntry, span: Span | None, num_parts: int | None) -> int:
+    """Bytes of a part of a tensor. `num_parts`: of codes, whose span counts the elements that they stand for."""
+    if span is not None and num_parts is not None:
+        return entry.num_bytes // num_parts
     return entry.num_bytes if span is None else entry.num_bytes // entry.shape[span.dim] * (span.stop - span.start)
 
 

@@ -7,7 +7,7 @@ A model holds the formats that kernels multiply: symmetric int4, int8 and e4m3 p
 (`kernels.quantized_weight`), and e4m3 in blocks. Matrices of any scheme can be dequantized while they are read.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +28,8 @@ from glm5.quant.record import FP8_BLOCK, FP8_GROUP, NVFP4, Grid, Scheme
 
 BLOCKS: Literal["blocks"] = "blocks"
 MODEL_SCALE_SUFFIX = "_scale"
+Put = Callable[[str, Span | None, int, Callable[[Tensor], object]], None]
+"""put(name, span, per_element, consume): call `consume` with a part of the tensor `name` on disk, see `_read`."""
 GPU_GROUP = 64  # GPU kernels take group sizes that are a multiple of this
 
 
@@ -103,17 +105,25 @@ def read_quantized(
     staging: Staging,
 ) -> None:
     """Read `span` of a matrix into the parameters of a model: as codes if these hold codes, else dequantized."""
-    slot, grid = slot_of(matrix.name), matrix.scheme.weight
+    slot = slot_of(matrix.name)
     target = slot.view(parameters[slot.parameter])
-    codes, scale = (entries[matrix.parts[role].name] for role in ("codes", "scale"))
     if target.is_floating_point() and target.dtype != FP8:
         dense = matrix.read(lambda name: read_tensor(directory, entries[name])).dequantize(target.dtype)
         target.copy_(dense if span is None else dense.narrow(span.dim, span.start, span.stop - span.start))
         return
-    held = _read(directory, codes, span, matrix.shape[1] // codes.shape[1], staging)
-    to_pairs = matrix.packing.to_pairs
+
+    def put(name: str, span: Span | None, per_element: int, consume: Callable[[Tensor], object]) -> None:
+        staging.submit(_read(directory, entries[name], span, per_element, staging), consume)
+
+    place(matrix, parameters, span, put)
+
+
+def place(matrix: Stored, parameters: Mapping[str, Tensor], span: Span | None, put: Put) -> None:
+    """Put `span` of the codes and scales of a matrix, as tensors on disk, into the parameters of a model."""
+    slot, grid, codes = slot_of(matrix.name), matrix.scheme.weight, matrix.parts["codes"]
+    target, to_pairs = slot.view(parameters[slot.parameter]), matrix.packing.to_pairs
     assert to_pairs is not None, f"{matrix.packing=}"
-    staging.submit(held, lambda held: target.copy_(to_pairs(held)))
+    put(codes.name, span, matrix.shape[1] // codes.shape[1], lambda held: target.copy_(to_pairs(held)))
     of_scale = slot._replace(parameter=slot.parameter + (SCALE_SUFFIX if grid.scope == "block" else MODEL_SCALE_SUFFIX))
     if span is not None and grid.scope == "block":
         span = scale_span(span)
@@ -121,7 +131,7 @@ def read_quantized(
     if span is not None and span.dim == 1 and per_scale is None:
         span = None  # one scale for a whole row: every rank needs all of them
     into = of_scale.view(parameters[of_scale.parameter])
-    staging.submit(_read(directory, scale, span, per_scale or 1, staging), lambda held: into.copy_(held.float()))
+    put(matrix.parts["scale"].name, span, per_scale or 1, lambda held: into.copy_(held.float()))
 
 
 def _read(directory: Path, entry: TensorEntry, span: Span | None, per_element: int, staging: Staging) -> Tensor:

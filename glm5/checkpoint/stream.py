@@ -4,7 +4,6 @@ Like `save`, for a model that no process holds completely: memory holds the curr
 stacked tensors of a layer.
 """
 
-import shutil
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from glm5.checkpoint.dtypes import cast, parse_dtype
-from glm5.checkpoint.handover import write_temporary
+from glm5.checkpoint.handover import TensorStream
 from glm5.checkpoint.names import slot_of
 from glm5.checkpoint.save import MAX_SHARD_BYTES, config_dict, copy_assets, tensor_layouts, write_checkpoint
 from glm5.common.errors import CheckpointError
@@ -29,7 +28,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 class WeightReceiver(Protocol):
     """An engine whose weights can be replaced (`LLM`; `AsyncEngine` likewise)."""
 
-    def update_weights(self, source: Path) -> Any: ...
+    def update_weights(self, source: TensorStream) -> Any: ...
 
 
 def save_stream(
@@ -55,15 +54,10 @@ def save_stream(
 def push(tensors: NamedTensors, cfg: ModelConfig, engine: WeightReceiver, *, held: torch.dtype) -> Any:
     """Replace the weights of a running engine; returns what its `update_weights` returns.
 
-    The weights go through temporary files, in memory if there is space, of which each rank of the engine reads its own
-    part. Raises CheckpointError when there is no space.
+    The weights go through shared memory, from which each rank of the engine reads its own part.
     """
     layout = [each for spec in tensor_specs(cfg) for each in tensor_layouts(spec, held, fp8=False)]
-    folder = write_temporary(layout, _stored(tensors, cfg, held, quantize=False), desc="pushing weights")
-    try:
-        return engine.update_weights(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return engine.update_weights(TensorStream(layout, _stored(tensors, cfg, held, quantize=False)))
 
 
 def _stored(tensors: NamedTensors, cfg: ModelConfig, dtype: torch.dtype, *, quantize: bool) -> Iterator[Tensor]:

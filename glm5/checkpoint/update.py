@@ -3,10 +3,12 @@
     tensors found -> compare with the model -> read into copies on the host -> finite? | copies -> parameters, in place
 
 A directory may hold only some of the tensors, down to single experts; the others are not changed. The model keeps its
-formats: dense weights are cast or dequantized, FP8 weights accept only FP8, quantized ones only codes of their scheme.
+formats: dense weights are cast or dequantized, FP8 and other quantized weights accept codes of their scheme, or floats,
+which are quantized (masters.py). Values in memory come in buckets instead (push.py).
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -14,9 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.fit import Fit, fit
-from glm5.checkpoint.index import counted, scan
+from glm5.checkpoint.fit import ROTATIONS, Fit, fit
+from glm5.checkpoint.formats import format_of
+from glm5.checkpoint.index import ShardIndex, counted, scan
 from glm5.checkpoint.load import read_weights
+from glm5.checkpoint.masters import Master
 from glm5.checkpoint.names import SCALE_SUFFIX, slot_of
 from glm5.checkpoint.stored import MODEL_SCALE_SUFFIX
 from glm5.common.errors import CheckpointError
@@ -45,10 +49,44 @@ _IGNORED_KEYS = {
 
 @dataclass(frozen=True)
 class Staged:
-    """New values of parameters, on the host. `is_complete`: whether every parameter is among them."""
+    """New values of parameters, on the host. `is_complete`: whether every tensor of the model is among them."""
 
     parameters: dict[str, Tensor]
     is_complete: bool
+
+
+@dataclass(frozen=True)
+class Match:
+    """Tensors that are those of a model in use: what `fit` found, and the arguments of `read_weights`. `is_complete`:
+    none of the model's is absent."""
+
+    found: Fit
+    names: list[str]
+    kept: frozenset[str]
+    masters: dict[str, Master]
+    is_complete: bool
+
+    def read_into(
+        self, parameters: dict[str, Tensor], directory: Path, index: ShardIndex, shard: Shard, *, quiet: bool = False
+    ) -> list[str]:
+        """Read those tensors that are in `index`; their names. `quiet`: show no progress."""
+        names = [name for name in self.names if self._on_disk(name) in index.entries]
+        read_weights(
+            parameters,
+            directory,
+            index,
+            names,
+            scaled=self.found.scaled,
+            kept=self.kept,
+            stored=self.found.stored,
+            masters=self.masters,
+            shard=shard,
+            quiet=quiet,
+        )
+        return names
+
+    def _on_disk(self, name: str) -> str:
+        return self.found.stored[name].parts["codes"].name if name in self.found.stored else name
 
 
 def stage(model: Glm5, directory: Path, shard: Shard = UNSHARDED) -> Staged:
@@ -63,24 +101,59 @@ def stage(model: Glm5, directory: Path, shard: Shard = UNSHARDED) -> Staged:
     identity = identity_of(directory)
     current = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     index = scan(directory)
-    found = fit(index, model.cfg)
-    stored = found.stored
-    names = [n for n in found.specs if (stored[n].parts["codes"].name if n in stored else n) in index.entries]
-    kept = frozenset(n for n in names if n not in stored and current[slot_of(n).parameter].dtype == FP8)
-    _check(found, names, kept, directory)
+    given = match(model, index)
     _check_config(model.cfg, directory)
-    new = _copies(current, model.cfg, [name for name in names if name not in stored], kept)
-    for slot in (slot_of(name) for name in names if name in stored):
-        of_codes = [slot.parameter + suffix for suffix in ("", SCALE_SUFFIX, MODEL_SCALE_SUFFIX)]
-        new |= {name: current[name].to("cpu", copy=True) for name in of_codes if name in current and name not in new}
-    read_weights(new, directory, index, names, scaled=found.scaled, kept=kept, stored=stored, shard=shard)
-    if bad := [name for name, tensor in new.items() if not _is_finite(tensor)]:
+    coded = given.found.stored.keys() | given.masters.keys()
+    new = _copies(current, model.cfg, [name for name in given.names if name not in coded], given.kept)
+    for parameter in (slot_of(name).parameter for name in given.names if name in coded):
+        new |= {name: current[name].to("cpu", copy=True) for name in parts_of(parameter, current) if name not in new}
+    given.read_into(new, directory, index, shard)
+    if bad := [name for name, tensor in new.items() if not is_finite(tensor)]:
         raise CheckpointError(
             f"{directory}: {counted(bad, 'parameter')} would hold NaN or infinity; nothing was replaced"
         )
     if identity_of(directory) != identity:
         raise CheckpointError(f"{directory} was written to while it was read; nothing was replaced")
-    return Staged(new, len(new) == len(current))
+    return Staged(new, given.is_complete)
+
+
+def match(model: Glm5, index: ShardIndex) -> Match:
+    """The tensors of `index` as weights of a model in use; absent ones are allowed. Raises CheckpointError when there
+    are none, or when any does not fit."""
+    current = model.state_dict()
+    found = fit(index, model.cfg, takes_masters=True)
+    stored, entries = found.stored, index.entries
+    names = [n for n in found.specs if (stored[n].parts["codes"].name if n in stored else n) in entries]
+    kept: set[str] = set()
+    masters: dict[str, Master] = {}
+    for name in names:
+        parameter = slot_of(name).parameter
+        held = current[parameter]
+        if name in stored or (held.is_floating_point() and held.dtype != FP8):
+            continue
+        if held.dtype == FP8 and parameter + SCALE_SUFFIX in current:
+            if name in found.scaled:
+                kept.add(name)
+            else:
+                masters[name] = Master()
+        elif name in found.masters:
+            masters[name] = Master(found.masters[name], format_of(model.cfg))
+        else:
+            found.unreadable.append(f"{name}: the model in use holds it as {held.dtype}, in a format without floats")
+    if masters and any(name.endswith(ROTATIONS) for name in current):
+        found.unreadable.append(f"{min(masters)}: was rotated before the model in use was quantized; give its codes")
+    is_complete = not found.missing and found.cfg.num_nextn_predict_layers == model.cfg.num_nextn_predict_layers
+    found.missing.clear()
+    if not found.loads:
+        raise CheckpointError(f"{index.source} does not fit the model in use: {'; '.join(found.problems())}")
+    if not names:
+        raise CheckpointError(f"{index.source} holds no tensor of the model in use")
+    return Match(found, names, frozenset(kept), masters, is_complete)
+
+
+def parts_of(parameter: str, current: Mapping[str, Tensor]) -> list[str]:
+    """A parameter and its scales, as far as the model has them."""
+    return [parameter + suffix for suffix in ("", SCALE_SUFFIX, MODEL_SCALE_SUFFIX) if parameter + suffix in current]
 
 
 @torch.no_grad()
@@ -121,17 +194,6 @@ def identity_of(directory: Path) -> bytes:
     return digest.digest()
 
 
-def _check(found: Fit, names: list[str], kept: frozenset[str], directory: Path) -> None:
-    """CheckpointError for tensors that do not fit the model; absent tensors are allowed."""
-    found.missing.clear()
-    for name in sorted(kept - found.scaled):
-        found.unreadable.append(f"{name}: is FP8 in the model in use; give it as F8_E4M3 with {name}{SCALE_SUFFIX}")
-    if not found.loads:
-        raise CheckpointError(f"{directory} does not fit the model in use: {'; '.join(found.problems())}")
-    if not names:
-        raise CheckpointError(f"{directory} holds no tensor of the model in use")
-
-
 def _check_config(cfg: ModelConfig, directory: Path) -> None:
     """CheckpointError for another model of the same sizes: a config.json beside the weights must agree."""
     if not (directory / "config.json").is_file():
@@ -157,7 +219,11 @@ def _copies(current: dict[str, Tensor], cfg: ModelConfig, names: list[str], kept
     return new
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether it holds neither NaN nor infinity."""
     if tensor.dtype == FP8:  # e4m3fn has no infinity, and two NaNs
-        return not bool(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any())
+        return not tensor.numel() or bool((tensor.view(torch.uint8) & 0x7F).max() < 0x7F)
+    # The sum is NaN or infinite if any element is. On a CPU it takes a thirtieth of the time; it may overflow.
+    if tensor.element_size() > 1 and bool(tensor.sum().isfinite()):
+        return True
     return bool(tensor.isfinite().all())

@@ -10,7 +10,7 @@ field.
 """
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -115,6 +115,9 @@ class Rollouts(Section):
     """Render prompts so that replies begin with reasoning."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=8)] = 0
     """Tokens that the MTP layer drafts in a step. Answers do not depend on it."""
+    quantization: Literal["fp8", "w4a8", "w4a16"] | None = None
+    """Scheme in which the engine holds the weights: what `glm5 quantize` makes of them, int4 by `--method minmax`.
+    Default: as the trainer."""
     deterministic: bool = True
     """The engine's deterministic mode: a run can be repeated, and resumed to the same bits."""
     concurrency: Count | None = None
@@ -199,6 +202,8 @@ class RLRecipe(Section):
             raise ValueError(f"two environments are called {twice[0]}")
         if self.exact and not self.rollouts.deterministic:
             raise ValueError("exact: needs rollouts.deterministic; set both, or exact = false")
+        if self.exact and self.rollouts.quantization is not None:
+            raise ValueError("exact: an engine with quantized weights computes otherwise; set exact = false")
         if self.lr_warmup_steps >= self.steps:
             raise ValueError(f"lr_warmup_steps {self.lr_warmup_steps} must be below steps {self.steps}")
         return self

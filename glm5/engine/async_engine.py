@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import copy_context
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 from weakref import WeakKeyDictionary
@@ -35,8 +34,7 @@ from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.link import CLOSED
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from glm5.engine.frontend.calls import Source
     from glm5.engine.transport.wire import EngineInfo, Policy
 
 logger = logging.getLogger(__name__)
@@ -353,11 +351,9 @@ class AsyncEngine:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self._wait(self._calls.wake_up(tags))
 
-    async def update_weights(
-        self, source: str | Path | Mapping[str, Tensor], *, policy: Policy = "recompute", version: int | None = None
-    ) -> int:
+    async def update_weights(self, source: Source, *, policy: Policy = "recompute", version: int | None = None) -> int:
         self._check_running()
-        # Tensors are written to files first.
+        # All tensors are looked at first.
         future = await asyncio.to_thread(self._calls.update_weights, source, policy, version)
         return (await self._wait(future))["version"]
 

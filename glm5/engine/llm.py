@@ -40,8 +40,8 @@ from glm5.engine.transport.wire import RoutedExperts, Start
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
+    from glm5.engine.frontend.calls import Source
     from glm5.engine.transport.wire import Policy
     from glm5.model.glm5 import Glm5
 
@@ -247,14 +247,14 @@ class LLM:
         awake they can be updated; once both are, requests continue."""
         self._wait(self._calls.wake_up(tags))
 
-    def update_weights(
-        self, source: str | Path | Mapping[str, Tensor], *, policy: Policy = "recompute", version: int | None = None
-    ) -> int:
+    def update_weights(self, source: Source, *, policy: Policy = "recompute", version: int | None = None) -> int:
         """Replace all or some weights, from a checkpoint folder or by tensors under its names or the model's.
 
-        All are checked before the first is replaced, between two steps. `policy` for running requests: "keep" what
-        they have computed, "recompute" it, or "abort" them. Returns the version reported with later tokens: `version`,
-        which must be larger than all before, or the last one plus 1.
+        Those of a folder are all checked before the first is replaced, between two steps. Tensors are pushed in buckets
+        of at most a layer, and requests wait from the first to the last; if that fails midway, they wait until another
+        update has replaced all weights. `policy` for running requests: "keep" what they have computed, "recompute" it,
+        or "abort" them. Returns the version reported with later tokens: `version`, which must be larger than all
+        before, or the last one plus 1.
         """
         return self._wait(self._calls.update_weights(source, policy, version))["version"]
 

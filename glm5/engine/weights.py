@@ -1,6 +1,7 @@
 """The weights in use: their version and identity, and how they are replaced, released and restored.
 
-New weights are read and checked in a thread, while requests continue; replacing them is a copy between two launches.
+New weights of a folder are read and checked in a thread, while requests continue; replacing them is a copy between two
+launches. Those that are pushed are written bucket by bucket, while no step runs.
 `version` is the number that clients see. `identity` is unique among all weights, in any process, since stored pages
 outlive this one; it is random for weights that are in no file.
 """
@@ -9,6 +10,7 @@ import ctypes
 import logging
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TypeVar
@@ -17,12 +19,15 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from glm5.checkpoint.push import Push
+from glm5.checkpoint.shard import TensorEntry
 from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
 from glm5.common.background import in_background
 from glm5.common.errors import RequestError
 from glm5.engine.cache.memory import restoring
 from glm5.engine.runner.native import release as release_native
 from glm5.engine.shared_model import SharedModel
+from glm5.engine.transport.wire import PushCall
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import UNSHARDED, Shard
 
@@ -52,13 +57,43 @@ class Weights:
         # Released tensors: their shapes, and their content on the host unless that was released too.
         self._shapes: dict[str, torch.Size] = {}
         self._on_host: dict[str, Tensor] = {}
+        self._push: Push | None = None
+
+    @property
+    def _written(self) -> Glm5:
+        """The model that updates write."""
+        return self.model if self.shared is None else self.shared.theirs
 
     def stage(self, folder: Path) -> "Future[Staged]":
         """See `WeightSource`. Raises CheckpointError or ConfigError for damaged or unsuitable weights."""
         return in_background(lambda: stage(self.model, folder, self.shard), "glm5-weights")
 
     def swap(self, staged: Staged, version: int) -> None:
-        replace(self.model if self.shared is None else self.shared.theirs, staged)
+        replace(self._written, staged)
+        self.end_push(version)
+
+    def prepare(self, push: PushCall) -> "Future[bool]":
+        directory = Path(f"/proc/{push.pid}/fd")
+        buckets = [
+            [TensorEntry(one.name, one.dtype, one.shape, str(push.buffers[i % 2]), one.start, one.stop) for one in each]
+            for i, each in enumerate(push.buckets)
+        ]
+
+        def prepare() -> bool:
+            self._push = Push(self._written, directory, buckets, self.shard)
+            return self._push.is_complete
+
+        return in_background(prepare, "glm5-weights")
+
+    def check_sum(self, number: int, checksum: int) -> "Future[None]":
+        assert self._push is not None, "not prepared"
+        return in_background(partial(self._push.check_sum, number, checksum), "glm5-weights")
+
+    def write(self, number: int) -> "Future[None]":
+        assert self._push is not None, "not prepared"
+        return in_background(partial(self._push.write, number), "glm5-weights")
+
+    def end_push(self, version: int) -> None:
         if self.shared is not None:
             self.shared.adopt()
         self.version, self.identity = version, uuid4().bytes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glm5.quant.chunks import chunks, stacked, wide
-from glm5.quant.minmax import encode
+from glm5.quant.minmax import encode, minmax
 from glm5.quant.record import Grid, Quantized
 
 GROUP = 128
@@ -33,6 +33,13 @@ def int4(weight: Tensor, group: int = GROUP) -> Quantized:
         group_scale = (amplitude / torch.full_like(amplitude, grid.quant_max)).clamp_min_(_MIN_SCALE)
         stacked(scale)[batch, rows] = group_scale.to(torch.bfloat16).float()
     return Quantized(grid, encode(weight, grid, scale), scale)
+
+
+def minmax_scale(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor | None]:
+    """(scale, offset) of `grid` for weight [..., O, I] by min-max; groups of int4 are as training has them."""
+    if grid.kind == "int" and grid.bits == 4 and grid.scope == "group" and grid.group is not None and grid.symmetric:
+        return int4(weight, grid.group).scale, None
+    return minmax(weight, grid)
 
 
 class _StraightThrough(torch.autograd.Function):

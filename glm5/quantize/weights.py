@@ -16,9 +16,9 @@ from glm5.checkpoint.names import STACK
 from glm5.config.recipe import WeightExt
 from glm5.kernels.block_scaled import FP8_MAX
 from glm5.quant.gptq import gptq, gram
-from glm5.quant.minmax import minmax, quantize
+from glm5.quant.minmax import quantize
 from glm5.quant.nvfp4 import quantize_nvfp4
-from glm5.quant.qat import int4
+from glm5.quant.qat import minmax_scale
 from glm5.quant.record import E2M1, Grid, Quantized
 from glm5.quant.ssz import ssz, ssz_asymmetric, ssz_upstream
 from glm5.quantize.calibrate import Inputs
@@ -221,11 +221,9 @@ def quantize_weight(
 def find_scale(
     weight: Tensor, grid: Grid, method: str, ext: WeightExt, importance: Tensor | None, *, upstream: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(scale, offset); gptq stands for the method of its scales. Groups of int4 by min-max are as training has them."""
+    """(scale, offset); gptq stands for the method of its scales."""
     if method == "minmax" or (method == "gptq" and ext.scales == "minmax"):
-        if grid.bits == 4 and grid.scope == "group" and grid.group is not None and grid.symmetric:
-            return int4(weight, grid.group).scale, None
-        return minmax(weight, grid)
+        return minmax_scale(weight, grid)
     if upstream and grid.symmetric:
         return ssz_upstream(weight, grid, ext.step or UPSTREAM_STEPS), None
     weights = None

@@ -1,6 +1,7 @@
 """What a run needs, by its recipe: the model, its tokenizer and template, the engine that samples it."""
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -11,10 +12,12 @@ from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer, train_bpe
 from glm5.checkpoint.resolve import resolve
 from glm5.common.errors import ConfigError
+from glm5.config.quantize import QuantizeConfig
 from glm5.config.rl import RLRecipe
 from glm5.engine import AsyncEngine
 from glm5.engine.cache.kv_cache import PAGE_SIZE
 from glm5.model.glm5 import Glm5
+from glm5.quantize.run import quantize
 from glm5.rl.environments.play import play_oracle, play_randomly
 from glm5.rl.environments.protocol import Environment, Message, Task
 from glm5.rl.environments.table import make
@@ -54,7 +57,9 @@ class PolicyBuilder:
         return build_model(self.recipe.model, self.cfg, self.recipe.seed, device)
 
     def engine(self, folder: Path, device: torch.device) -> AsyncEngine:
-        """An engine in a process of its own over the checkpoint in `folder`."""
+        """An engine in a process of its own over the checkpoint in `folder`, quantized as the recipe says."""
+        if self.recipe.rollouts.quantization is not None:
+            folder = self._quantized(folder, device)
         cfg, at_once = self.recipe.rollouts, num_rollouts(self.recipe)
         pages = num_pages(self.recipe) if device.type == "cpu" and cfg.kv_cache_gb is None else None
         return AsyncEngine(
@@ -68,6 +73,24 @@ class PolicyBuilder:
             num_gpu_blocks_override=pages,
             kv_cache_memory_bytes=None if cfg.kv_cache_gb is None else int(cfg.kv_cache_gb * _GIB),
             num_threads=threads_of(self.recipe, device),
+        )
+
+    def _quantized(self, folder: Path, device: torch.device) -> Path:
+        """The checkpoint in `folder` in the format of rollouts, which later pushes keep."""
+        out, scheme = self.out / "quantized", self.recipe.rollouts.quantization
+        with writing_to(out):
+            shutil.rmtree(out, ignore_errors=True)
+        return quantize(
+            QuantizeConfig(
+                model=str(folder),
+                out=str(out),
+                scheme=scheme,
+                method=None if scheme == "fp8" else "minmax",
+                target="glm5",
+                device=str(device),
+                held_out_tokens=0,
+                restart=True,
+            )
         )
 
     def sandbox(self, *, unsafe_local: bool) -> Backend | None:

@@ -64,7 +64,7 @@ def run(recipe: RLRecipe, *, restart: bool = False, unsafe_local: bool = False) 
         if restart:
             for name in ("state.pt", "metrics.jsonl", "recipe.json", REPORT):
                 (out / name).unlink(missing_ok=True)
-            for name in ("policy", "tokenizer", "records"):
+            for name in ("policy", "quantized", "tokenizer", "records"):
                 shutil.rmtree(out / name, ignore_errors=True)
         with arithmetic(recipe, device):
             job = Run(recipe, out, device, unsafe_local=unsafe_local)
@@ -155,7 +155,9 @@ class Run:
         await asyncio.to_thread(self._record, groups, trained)
         times = {"rollout": rolled - began, "train": stepped - rolled, "push": pushed - stepped}
         times["record"] = time.monotonic() - pushed
+        pushed = self.pushed["bytes"] / 1e9 / self.pushed["seconds"]
         figures = figures_of(self.number, groups, trained, times) | self._speed(trained, times["train"])
+        figures |= {"push/gb_s": pushed, "push/stopped_s": self.pushed["stopped_seconds"]}
         self.watch.step(self.number, figures)
 
     def _speed(self, trained: Trained, seconds: float) -> dict[str, float]:
@@ -191,8 +193,9 @@ class Run:
         """The trainer's weights into the engine, as version `number`, if it does not have them."""
         if self.version == self.number:
             return
-        await self.harness.policy.engine.update_weights(self.trainer.weights(), policy="recompute", version=self.number)
-        self.version = self.number
+        engine = self.harness.policy.engine
+        await engine.update_weights(self.trainer.weights(), policy="recompute", version=self.number)
+        self.version, self.pushed = self.number, (await engine.stats())["last_push"]
 
     async def _alive(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do what needs the engine. Where the engine dies, it is started again with the current weights, once."""

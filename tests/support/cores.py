@@ -46,6 +46,8 @@ SCRIPTED_STATS = {
     "speculation": {"depth": 2, "drafted": [100, 80], "accepted": [90, 40]},
     "weight_version": 4,
     "is_sleeping": False,
+    "weights_are_torn": False,
+    "last_push": None,
 }
 
 
@@ -102,6 +104,8 @@ class ScriptedCore:
                 self.out.append(Answer(message.call_id, SCRIPTED_STATS | stats))
             case wire.SleepCall():
                 self.out.append(Answer(message.call_id, {"freed_bytes": 10 * message.level}))
+            case wire.PushCall():
+                self.out.append(Answer(message.call_id, {"version": message.version or 1}))
             case wire.UpdateWeightsCall():
                 self.out.append(self._updated(message))
             case _:

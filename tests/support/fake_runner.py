@@ -17,10 +17,11 @@ from glm5.common.errors import CheckpointError, RequestError
 from glm5.engine.runner.result import StepResult
 from glm5.engine.runner.runner import SeqSpec
 from glm5.engine.scheduler.plan import Item, StepPlan
-from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs
+from glm5.engine.transport.wire import PushCall, RoutedExperts, TokenLogprobs
 
 PRIME = 2**61 - 1
 JUNK = -7
+TORN = -1  # weights of which a push has written some
 NUM_LAYERS, NUM_EXPERTS = 2, 2
 
 
@@ -66,7 +67,10 @@ def lone_run(
 
 
 class FakeWeights:
-    """Weights are a number. `staging`: the future of the update under way, for a test to end."""
+    """Weights are a number. `staging`: the future of the update under way, for a test to end.
+
+    A push names its number as its tensors, and "some" in one of its names: it lacks tensors of the model.
+    """
 
     def __init__(self):
         self.version, self.identity, self.number = 0, b"start", 0
@@ -85,12 +89,29 @@ class FakeWeights:
         """The name of the folder is the number of the weights."""
         assert self.staging is not None
         if folder.name.isdigit():
-            self.staging.set_result(int(folder.name))
+            self.staging.set_result(StagedNumber(folder.name))
         else:
             self.staging.set_exception(CheckpointError(f"{folder} is damaged"))
 
     def swap(self, staged: int, version: int) -> None:
         self.number, self.version, self.identity = staged, version, f"{staged} of update {version}".encode()
+
+    def prepare(self, push: PushCall) -> Future:
+        self.push = push
+        names = [tensor.name for bucket in push.buckets for tensor in bucket]
+        refused = next((CheckpointError(f"{name} is no number") for name in names if name == "x"), None)
+        return ended("some" not in names, refused)
+
+    def check_sum(self, number: int, checksum: int) -> Future:
+        return ended(None, CheckpointError(f"bucket {number} has a wrong checksum") if checksum else None)
+
+    def write(self, number: int) -> Future:
+        self.number = TORN
+        return ended(None)
+
+    def end_push(self, version: int) -> None:
+        number = int(self.push.buckets[0][0].name)
+        self.number, self.version, self.identity = number, version, f"{number} of update {version}".encode()
 
     def take_changes(self, version: int, *, closely: bool) -> bool:
         return False
@@ -108,6 +129,16 @@ class FakeWeights:
         if was_dropped:
             self.number, self.version, self.identity = 0, 0, b"start"
         return was_dropped
+
+
+class StagedNumber(int):
+    is_complete = True
+
+
+def ended(result, error: Exception | None = None) -> Future:
+    future = Future()
+    future.set_result(result) if error is None else future.set_exception(error)
+    return future
 
 
 @dataclass
@@ -185,7 +216,7 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan, specs: Mapping[int, SeqSpec]) -> Launched:
         assert not self.is_released or not (plan.items or plan.page_copies), "the memory is given back"
-        assert self.history[-1] == self.weights.number, "weights_changed was not called"
+        assert not plan.items or self.history[-1] == self.weights.number, "weights_changed was not called"
         if plan.step == self.fails_at:
             raise FloatingPointError("the device is on fire")
         self.plans.append(plan)

@@ -2,11 +2,11 @@
 
 A call is a generator that is resumed at the start of every iteration, before the next step is planned: it sends
 messages to the scheduler, and yields until they have taken effect. Requests continue meanwhile, unless the call stops
-them. A GlmError becomes the call's answer; the call has then changed nothing.
+them. A GlmError becomes the call's answer; the call has then changed nothing, but for a push that fails midway: weights
+of two versions are mixed then, and requests wait until a whole version has arrived.
 """
 
-import re
-import shutil
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, wait
@@ -14,22 +14,25 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from glm5.common.background import in_background
-from glm5.common.errors import GlmError, RequestError, words_of
+from glm5.common.errors import CheckpointError, GlmError, RequestError, words_of
 from glm5.engine.core.interfaces import Memory, WeightSource
 from glm5.engine.core.tiering import Tiering
 from glm5.engine.scheduler.messages import Message, Pause, ResetCache, Resume, SetWeights
 from glm5.engine.transport.wire import (
     Answer,
+    Bucket,
     Part,
     PauseCall,
+    PushCall,
     ResetCacheCall,
     ResumeCall,
     SleepCall,
     UpdateWeightsCall,
     WakeCall,
+    client_of,
 )
 
-Call = PauseCall | ResumeCall | SleepCall | WakeCall | UpdateWeightsCall | ResetCacheCall
+Call = PauseCall | ResumeCall | SleepCall | WakeCall | UpdateWeightsCall | PushCall | ResetCacheCall
 _Turns = Generator[None, None, dict[str, Any]]
 
 
@@ -66,12 +69,17 @@ class Control:
         self.answers: list[Answer] = []
         self.is_paused = False
         self.level, self.has_cache = 0, True  # 0: the weights are awake
+        self.is_torn = False  # a push has written some of its weights, and not all
+        self.last_push: dict[str, float] | None = None  # seconds, of which requests were stopped, and bytes
         self._weights_changed = weights_changed
         # Version numbers chosen here are always new, even after a wake has restored older weights.
         self._last_version = weights.version
         self._calls: deque[Call] = deque()
         self._turns: _Turns | None = None
         self._awaited: Future[Any] | None = None
+        # Of pushes that are not answered yet, by their ids; a bucket stays until it is answered.
+        self._buckets: dict[int, deque[Bucket]] = {}
+        self._awaits_bucket_of: int | None = None
 
     @property
     def is_sleeping(self) -> bool:
@@ -80,11 +88,27 @@ class Control:
 
     @property
     def is_busy(self) -> bool:
-        """Some calls are not answered yet."""
-        return bool(self._calls)
+        """Some calls are not answered yet, and the current one does not wait for a message."""
+        awaited = self._awaits_bucket_of
+        return bool(self._calls) and (awaited is None or bool(self._buckets[awaited]))
 
     def add(self, call: Call) -> None:
         self._calls.append(call)
+        if isinstance(call, PushCall):
+            self._buckets[call.call_id] = deque()
+
+    def add_bucket(self, bucket: Bucket) -> None:
+        """What a push goes on with; after its end, only answered."""
+        if bucket.push in self._buckets:
+            self._buckets[bucket.push].append(bucket)
+        else:
+            self._refuse(bucket)
+
+    def leave(self, client: int) -> None:
+        """A client has ended: its pushes will not go on."""
+        for push, buckets in self._buckets.items():
+            if client_of(push) == client:
+                buckets.append(Bucket(0, push, error="it has ended"))  # 0: nobody asked
 
     def advance(self) -> None:
         """Resume the current call; when it ends, start the next ones until one has to wait."""
@@ -106,7 +130,7 @@ class Control:
 
     def take_changes(self, *, closely: bool) -> None:
         """Treat new weights that the owner of a shared model has written as an update."""
-        if not self.level and self.weights.take_changes(self._last_version + 1, closely=closely):
+        if not self.level and not self.is_torn and self.weights.take_changes(self._last_version + 1, closely=closely):
             self._last_version += 1
             self._use_other_weights(recompute=True)
 
@@ -127,6 +151,8 @@ class Control:
                 return self._wake(parts)
             case UpdateWeightsCall():
                 return (yield from self._update(call))
+            case PushCall():
+                return (yield from self._push(call))
             case ResetCacheCall():
                 return (yield from self._reset())
 
@@ -141,8 +167,13 @@ class Control:
         if self.is_sleeping:
             raise GlmError("the engine sleeps, so it cannot go on; call wake_up, and then resume if it was paused")
         self.is_paused = False
-        self.engine.send_to_scheduler(Resume())
+        self._go_on()
         return {}
+
+    def _go_on(self) -> None:
+        """Let requests continue, unless something else stops them."""
+        if not (self.is_paused or self.is_sleeping or self.is_torn):
+            self.engine.send_to_scheduler(Resume())
 
     def _sleep(self, level: int) -> _Turns:
         if level <= self.level and not self.has_cache:
@@ -168,19 +199,68 @@ class Control:
                 self._use_other_weights(recompute=True)
             else:
                 self._weights_changed()
+            self.is_torn = self.is_torn and self.level == 1  # on level 2 all are read again
             self.level = 0
-            is_awake = self.has_cache
-        else:
-            is_awake = False
         if not self.has_cache and "kv_cache" in parts:
             self.cache.restore_memory()
             self.has_cache = True
-            is_awake = not self.level
-        if is_awake and not self.is_paused:
-            self.engine.send_to_scheduler(Resume())
+        self._go_on()
         return {"version": self.weights.version}
 
     def _update(self, call: UpdateWeightsCall) -> _Turns:
+        self._check_update(call)
+        staged = yield from self._result(self.weights.stage(Path(call.path)))
+        self._check_complete(is_complete=not self.is_torn or staged.is_complete)
+        # Between two launches: the previous step is launched, the next one is not planned yet.
+        return self._replaced(call, lambda version: self.weights.swap(staged, version))
+
+    def _push(self, call: PushCall) -> _Turns:
+        buckets = self._buckets[call.call_id]
+        began, stopped_at = time.monotonic(), None
+        try:
+            self._check_update(call)
+            self._check_complete(is_complete=(yield from self._result(self.weights.prepare(call))))
+            for number in range(len(call.buckets)):
+                bucket = yield from self._next_bucket(call.call_id)
+                yield from self._result(self.weights.check_sum(number, bucket.checksum))
+                if stopped_at is None:
+                    stopped_at = time.monotonic()
+                    self.engine.send_to_scheduler(Pause())
+                    yield from self._until_still()
+                self.is_torn = True
+                yield from self._result(self.weights.write(number))
+                self.answers.append(Answer(buckets.popleft().call_id))
+        except GlmError as error:
+            if not self.is_torn:
+                raise
+            raise CheckpointError(
+                f"{words_of(error)}; the engine holds weights of two versions, and requests wait until a push of all "
+                "tensors or a folder with all has arrived"
+            ) from error
+        finally:
+            self._awaits_bucket_of = None
+            for bucket in self._buckets.pop(call.call_id):
+                self._refuse(bucket)
+        answer = self._replaced(call, self.weights.end_push)
+        now = time.monotonic()
+        num_bytes = sum(tensor.stop - tensor.start for bucket in call.buckets for tensor in bucket)
+        self.last_push = {"seconds": now - began, "stopped_seconds": now - (stopped_at or now), "bytes": num_bytes}
+        return answer
+
+    def _next_bucket(self, push: int) -> Generator[None, None, Bucket]:
+        buckets = self._buckets[push]
+        self._awaits_bucket_of = push
+        while not buckets:
+            yield
+        self._awaits_bucket_of = None
+        if (error := buckets[0].error) is not None:
+            raise CheckpointError(f"the sender of the weights stopped: {error}")
+        return buckets[0]
+
+    def _refuse(self, bucket: Bucket) -> None:
+        self.answers.append(Answer(bucket.call_id, error="the push has ended", kind=CheckpointError.__name__))
+
+    def _check_update(self, call: UpdateWeightsCall | PushCall) -> None:
         if self.level:
             raise GlmError(
                 "the engine sleeps, so its weights cannot be replaced; call wake_up(tags=['weights']), update_weights, "
@@ -188,23 +268,22 @@ class Control:
             )
         if call.version is not None and call.version <= self._last_version:
             raise RequestError(f"version is {call.version}; allowed: more than {self._last_version}", param="version")
-        try:
-            staged = yield from self._result(self.weights.stage(Path(call.path)))
-        except GlmError as error:
-            if not call.remove:
-                raise
-            # A caller that sent tensors does not know this temporary folder.
-            text = re.sub(re.escape(call.path) + r"(/[\w.-]+\.(safetensors|json))?", "the update", str(error))
-            raise type(error)(text) from None
-        # Between two launches: the previous step is launched, the next one is not planned yet.
+
+    def _check_complete(self, *, is_complete: bool) -> None:
+        if self.is_torn and not is_complete:
+            raise CheckpointError("the update has only some tensors of the model, and an earlier one has failed midway")
+
+    def _replaced(self, call: UpdateWeightsCall | PushCall, replace: Callable[[int], None]) -> dict[str, Any]:
+        """Replace the weights, with their new version, as the last part of a call."""
         if call.policy == "abort":
             self.engine.abort(None)
         version = self._last_version + 1 if call.version is None else call.version
         self._last_version = version
-        self.weights.swap(staged, version)
+        replace(version)
         self._use_other_weights(recompute=call.policy != "keep")
-        if call.remove:
-            shutil.rmtree(call.path, ignore_errors=True)
+        if self.is_torn:
+            self.is_torn = False
+            self._go_on()
         return {"version": version}
 
     def _use_other_weights(self, *, recompute: bool) -> None:

@@ -40,6 +40,7 @@ from glm5.engine.transport.wire import (
     AbortRequests,
     AddRequest,
     Answer,
+    Bucket,
     Close,
     EngineInfo,
     Growth,
@@ -176,6 +177,8 @@ class EngineCore:
             num_held=self.intake.num_waiting,
             tiers=tiers,
             is_sleeping=self.control.is_sleeping,
+            is_torn=self.control.is_torn,
+            last_push=self.control.last_push,
             simulated_acceptance=self.info.simulated_acceptance,
         )
 
@@ -214,6 +217,7 @@ class EngineCore:
             case Leave(client=client):
                 running = (*self._replies, *self.intake.seq_ids)
                 self.abort(tuple(seq_id for seq_id in running if client_of(seq_id) == client))
+                self.control.leave(client)
             case StopAnswer(seq_id=seq_id):
                 # The client has ended it: no update follows, whatever is still computed.
                 self.intake.abort((seq_id,))
@@ -222,6 +226,8 @@ class EngineCore:
                     self.send_to_scheduler(Finish(seq_id))
             case StatsCall(call_id=call_id):
                 self._answers.append(Answer(call_id, self.stats()))
+            case Bucket():
+                self.control.add_bucket(message)
             case ProfileCall():
                 self._answers.append(self._profile(message))
             case Close() | Listen() | Join():

@@ -11,6 +11,7 @@ from glm5.engine.runner.result import StepResult
 from glm5.engine.runner.runner import SeqSpec
 from glm5.engine.scheduler.messages import Message
 from glm5.engine.scheduler.plan import StepPlan
+from glm5.engine.transport.wire import PushCall
 
 
 class Launched(Protocol):
@@ -48,11 +49,28 @@ class WeightSource(Protocol):
     def identity(self) -> bytes: ...
 
     def stage(self, folder: Path) -> "Future[Any]":
-        """Start to read and check weights. The future may raise anything; nothing is replaced yet."""
+        """Start to read and check weights; nothing is replaced yet. The result has `is_complete`: whether it has all
+        tensors of the model. The future may raise anything."""
         ...
 
     def swap(self, staged: Any, version: int) -> None:
         """Replace the weights by staged ones. No step may be launched during the call."""
+        ...
+
+    def prepare(self, push: PushCall) -> "Future[bool]":
+        """Check what a push announces. Whether it has all tensors of the model."""
+        ...
+
+    def check_sum(self, number: int, checksum: int) -> "Future[None]":
+        """Check the bytes of a bucket of the prepared push."""
+        ...
+
+    def write(self, number: int) -> "Future[None]":
+        """Write a bucket of the prepared push. No step may run before a push of all tensors, or `swap`, is finished."""
+        ...
+
+    def end_push(self, version: int) -> None:
+        """All buckets are written."""
         ...
 
     def check_source(self) -> None:

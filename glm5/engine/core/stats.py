@@ -79,6 +79,8 @@ def stats(
     num_held: int,
     tiers: dict[str, int] | None,
     is_sleeping: bool,
+    is_torn: bool,
+    last_push: dict[str, float] | None,
     simulated_acceptance: float | None,
 ) -> dict[str, Any]:
     """All figures, as JSON. `num_held`: answers that wait for a grammar or lookup before they reach the scheduler."""
@@ -123,4 +125,6 @@ def stats(
         "weight_version": scheduler.version,
         "is_paused": scheduler.is_paused,
         "is_sleeping": is_sleeping,
+        "weights_are_torn": is_torn,
+        "last_push": last_push,
     }

@@ -7,6 +7,7 @@ steps. It has no clients, so no text, no grammars and no calls.
 import logging
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from glm5.common.errors import GlmError, reason_of, words_of
@@ -16,9 +17,11 @@ from glm5.engine.distributed.rank_wire import (
     Begin,
     Discard,
     End,
+    EndPush,
     Masks,
     Order,
     PlanStep,
+    PreparePush,
     RankReply,
     ReleaseCache,
     ReleaseWeights,
@@ -27,6 +30,7 @@ from glm5.engine.distributed.rank_wire import (
     Stage,
     Swap,
     WeightsChanged,
+    WriteBucket,
     digest_of,
 )
 from glm5.engine.runner.runner import SeqSpec
@@ -73,7 +77,13 @@ class Follower:
                 self._launch()
             case Stage(call=call, folder=folder):
                 self._staged = future = self.weights.stage(folder)
-                future.add_done_callback(lambda done: self.send_reply(_reply(call, done.exception())))
+                self._reply_when_done(call, future)
+            case PreparePush(call=call, push=push):
+                self._reply_when_done(call, self.weights.prepare(push))
+            case WriteBucket(call=call, number=number):
+                self._reply_when_done(call, self.weights.write(number))
+            case EndPush(version=version):
+                self.weights.end_push(version)
             case Swap(version=version):
                 self.weights.swap(self._staged.result(), version)
                 self._staged = None
@@ -91,6 +101,9 @@ class Follower:
                 self.runner.weights_changed()
             case Begin() | End():
                 raise AssertionError(f"{order=}")
+
+    def _reply_when_done(self, call: int, future: "Future[Any]") -> None:
+        future.add_done_callback(lambda done: self.send_reply(_reply(call, done.exception())))
 
     def _plan(self, order: PlanStep) -> None:
         """Plan a step. With `_launch`, it does what `EngineCore.step` does, without clients."""

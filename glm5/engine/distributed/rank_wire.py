@@ -16,7 +16,7 @@ import torch
 
 from glm5.engine.runner.runner import SeqSpec
 from glm5.engine.scheduler.messages import Message
-from glm5.engine.transport.wire import Start
+from glm5.engine.transport.wire import PushCall, Start
 
 _LENGTH = struct.Struct("<Q")
 
@@ -62,6 +62,29 @@ class Stage:
 @dataclass(frozen=True)
 class Swap:
     """Use the weights that were staged last."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class PreparePush:
+    """Compare what a push announces with the model; answered."""
+
+    call: int
+    push: PushCall
+
+
+@dataclass(frozen=True)
+class WriteBucket:
+    """Write this rank's part of a bucket of the push that was prepared last; answered."""
+
+    call: int
+    number: int
+
+
+@dataclass(frozen=True)
+class EndPush:
+    """All buckets are written."""
 
     version: int
 
@@ -116,6 +139,9 @@ Order = (
     | Masks
     | Stage
     | Swap
+    | PreparePush
+    | WriteBucket
+    | EndPush
     | Discard
     | ReleaseWeights
     | RestoreWeights

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -35,9 +35,11 @@ from glm5.engine.distributed.rank_wire import (
     Begin,
     Discard,
     End,
+    EndPush,
     Masks,
     Order,
     PlanStep,
+    PreparePush,
     RankReply,
     ReleaseCache,
     ReleaseWeights,
@@ -46,6 +48,7 @@ from glm5.engine.distributed.rank_wire import (
     Stage,
     Swap,
     WeightsChanged,
+    WriteBucket,
     digest_of,
     encoded,
 )
@@ -54,9 +57,11 @@ from glm5.engine.runner.runner import SeqSpec
 from glm5.engine.scheduler.messages import Message, Submit
 from glm5.engine.scheduler.plan import StepPlan
 from glm5.engine.transport.failure import HUNG, LOST, reason_of_exit, reason_of_silence
-from glm5.engine.transport.wire import Beat, Dead, Start
+from glm5.engine.transport.wire import Beat, Dead, PushCall, Start
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 START_SECONDS = 60.0  # added to the watchdog timeout for a rank's first message
 _LEAVE_SECONDS = 5.0  # for a rank to exit by itself
@@ -271,22 +276,42 @@ class RankedWeights:
 
     def stage(self, folder: Path) -> "Future[Any]":
         others = self._ranks.call(lambda call: Stage(call, folder))
-        own = self._own.stage(folder)
-
-        def wait() -> Any:
-            try:
-                staged = own.result()
-                _raise_first(others)
-            except Exception:
-                self._ranks.broadcast(Discard())
-                raise
-            return staged
-
-        return in_background(wait, "glm5-ranks-stage")
+        return self._by_all(others, self._own.stage(folder), lambda: self._ranks.broadcast(Discard()))
 
     def swap(self, staged: Any, version: int) -> None:
         self._ranks.broadcast(Swap(version))
         self._own.swap(staged, version)
+
+    def prepare(self, push: PushCall) -> "Future[bool]":
+        others = self._ranks.call(lambda call: PreparePush(call, push))
+        return self._by_all(others, self._own.prepare(push))
+
+    def check_sum(self, number: int, checksum: int) -> "Future[None]":
+        return self._own.check_sum(number, checksum)  # all ranks read the same memory
+
+    def write(self, number: int) -> "Future[None]":
+        others = self._ranks.call(lambda call: WriteBucket(call, number))
+        return self._by_all(others, self._own.write(number))
+
+    def end_push(self, version: int) -> None:
+        self._ranks.broadcast(EndPush(version))
+        self._own.end_push(version)
+
+    def _by_all(
+        self, others: list["Future[RankReply]"], own: "Future[Result]", undo: Callable[[], object] = lambda: None
+    ) -> "Future[Result]":
+        """The result of this rank, once all have succeeded; else the first error, after `undo`."""
+
+        def wait() -> Result:
+            try:
+                result = own.result()
+                _raise_first(others)
+            except Exception:
+                undo()
+                raise
+            return result
+
+        return in_background(wait, "glm5-ranks-weights")
 
     def take_changes(self, version: int, *, closely: bool) -> bool:
         return False  # a model over several ranks is never shared with a trainer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,6 +26,10 @@ from glm5.engine.transport.wire import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from glm5.checkpoint.handover import TensorStream
+
+    Source = str | Path | Mapping[str, Tensor] | TensorStream
 
 Called = Future[dict[str, Any]]
 
@@ -66,35 +69,23 @@ class Calls:
         """Start a trace that is written to `folder`; None ends it."""
         return self.client.call(lambda call_id: ProfileCall(call_id, folder))
 
-    def update_weights(self, source: str | Path | Mapping[str, Tensor], policy: Policy, version: int | None) -> Called:
-        """Tensors are first written to a temporary folder, which is removed once the engine has read it or ended."""
+    def update_weights(self, source: Source, policy: Policy, version: int | None) -> Called:
+        """Tensors are sent by another thread, which needs them until the future is done."""
         if policy not in ("keep", "recompute", "abort"):
             raise RequestError(f"policy is {policy!r}; allowed: keep, recompute or abort", param="policy")
         if version is not None and not (type(version) is int and 0 <= version < 2**63):
             raise RequestError(f"version is {version!r:.60}; allowed: None, or 0 to 2**63 - 1", param="version")
-        if not isinstance(source, (str, Path, Mapping)):
-            raise RequestError(f"source is {source!r:.60}; allowed: a folder, or tensors by name", param="source")
         self.client.check_alive()
-        if isinstance(source, Mapping):
-            from glm5.checkpoint.handover import hand_over  # imports torch
+        if isinstance(source, (str, Path)):
+            folder = str(_folder(source))
+            return self.client.call(lambda call_id: UpdateWeightsCall(call_id, folder, policy, version))
+        from glm5.checkpoint.handover import TensorStream, stream_of  # imports torch
+        from glm5.engine.frontend.push import push
 
-            folder = hand_over(source)
-        else:
-            folder = _folder(source)
-        is_temporary = isinstance(source, Mapping)
-
-        def make(call_id: int) -> UpdateWeightsCall:
-            return UpdateWeightsCall(call_id, str(folder), policy, version, remove=is_temporary)
-
-        try:
-            future = self.client.call(make)
-        except BaseException:
-            if is_temporary:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        if is_temporary:
-            future.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
-        return future
+        if not isinstance(source, (Mapping, TensorStream)):
+            raise RequestError(f"source is {source!r:.60}; allowed: a folder, or tensors by name", param="source")
+        stream = source if isinstance(source, TensorStream) else stream_of(source)
+        return push(self.client, stream, policy, version)
 
 
 def _folder(source: str | Path) -> Path:

@@ -108,15 +108,50 @@ class WakeCall(msgspec.Struct, tag=True):
 class UpdateWeightsCall(msgspec.Struct, tag=True):
     """Load weights from a checkpoint folder, all or some of the tensors. All are checked before any is replaced.
 
-    `policy` for running requests: "keep" their pages, "recompute" them, or "abort" the requests. `remove`: delete the
-    folder once it is read. Answered with {"version": n}.
+    `policy` for running requests: "keep" their pages, "recompute" them, or "abort" the requests. Answered with
+    {"version": n}.
     """
 
     call_id: int
     path: str
     policy: Policy = "recompute"
     version: int | None = None
-    remove: bool = False
+
+
+class PushedTensor(msgspec.Struct, array_like=True):
+    """A tensor of a bucket: its name on disk, safetensors' code of its dtype, and its place in the buffer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class PushCall(msgspec.Struct, tag=True):
+    """Replace all or some weights by tensors that come in `buckets`, each announced by a `Bucket`, in order.
+
+    Bucket i is in file descriptor `buffers[i % 2]` of process `pid`. All names and shapes are checked before the first
+    bucket is written; from then on no step runs until all have come. `policy`, `version` and the answer: as for
+    `UpdateWeightsCall`. After an error no step runs before all weights have been replaced, unless nothing was written.
+    """
+
+    call_id: int
+    pid: int
+    buffers: tuple[int, int]
+    buckets: list[list[PushedTensor]]
+    policy: Policy = "recompute"
+    version: int | None = None
+
+
+class Bucket(msgspec.Struct, tag=True):
+    """The next bucket of `push`, a `PushCall`'s id, is in its buffer; `checksum`: CRC-32 of its bytes. Answered once it
+    has been read. `error`: instead, why the sender cannot go on."""
+
+    call_id: int
+    push: int
+    checksum: int = 0
+    error: str | None = None
 
 
 class ResetCacheCall(msgspec.Struct, tag=True):
@@ -169,6 +204,8 @@ ToEngine = (
     | SleepCall
     | WakeCall
     | UpdateWeightsCall
+    | PushCall
+    | Bucket
     | ResetCacheCall
     | StatsCall
     | ProfileCall

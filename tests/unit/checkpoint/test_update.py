@@ -8,7 +8,7 @@ import torch
 from glm5.checkpoint import update
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
-from glm5.checkpoint.update import identity_of, replace, stage
+from glm5.checkpoint.update import identity_of, is_finite, replace, stage
 from glm5.common.errors import CheckpointError, ConfigError
 from tests.support.checkpoints import edit_json, edit_tensors, ragged, read_tensors, write_tensors
 from tests.support.models import random_model
@@ -92,11 +92,11 @@ def test_fp8_weights_for_an_fp8_model_and_for_a_dense_one(tmp_path):
         assert not differing(weights_of(load(new, dtype=dtype)), weights_of(model)), dtype
 
 
-def test_dense_weights_for_an_fp8_model_are_refused(tmp_path):
+def test_dense_weights_for_an_fp8_model_are_quantized(tmp_path):
     model = load(save(random_model(1, ragged()), tmp_path / "old", dtype="fp8"))
-    new = save(random_model(2, ragged()), tmp_path / "new")
-    with pytest.raises(CheckpointError, match="is FP8 in the model in use"):
-        stage(model, new)
+    new = random_model(2, ragged())
+    replace(model, stage(model, save(new, tmp_path / "new")))
+    assert not differing(weights_of(load(save(new, tmp_path / "fp8", dtype="fp8"))), weights_of(model))
 
 
 def set_nan(tensors):
@@ -149,6 +149,19 @@ def test_nan_in_fp8_is_refused(tmp_path):
     edit_tensors(folder, lambda tensors: tensors[EXPERT].view(torch.uint8)[0].fill_(0xFF))
     with pytest.raises(CheckpointError, match="NaN"):
         stage(model, folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn])
+def test_numbers_that_are_not_finite_are_found_wherever_they_are(dtype, seed):
+    largest = torch.full((700,), torch.finfo(dtype).max, dtype=dtype)
+    gen = torch.Generator().manual_seed(seed)
+    assert is_finite(largest[:0])
+    assert is_finite(largest)  # its sum is not
+    inf = float("inf")
+    for value in (float("nan"),) if dtype == torch.float8_e4m3fn else (float("nan"), inf, -inf):
+        for tensor in (largest.clone(), torch.ones(700).to(dtype)):
+            tensor[int(torch.randint(700, (), generator=gen))] = value
+            assert not is_finite(tensor)
 
 
 def test_truncated_files_absent_files_and_absent_folders(model, changed):

@@ -1,6 +1,7 @@
 """What a client makes of token ids: text, ends, several answers, seeds; and what it asks of the engine."""
 
 import signal
+import threading
 from types import SimpleNamespace
 
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from glm5.checkpoint.handover import Buffers
 from glm5.common.errors import CheckpointError, ConfigError, EngineDead, GlmError, MissingExtra, RequestError
 from glm5.config.presets import preset
 from glm5.engine.async_engine import AsyncEngine
@@ -355,17 +357,11 @@ def test_calls(scripted):
         llm.update_weights("x", policy="mix")
 
 
-def test_weights_as_tensors_go_through_a_folder_that_is_gone_afterwards(scripted, monkeypatch):
-    import torch
-
-    from glm5.checkpoint import handover
-
-    llm, folders = scripted(), []
-    hand_over = handover.hand_over
-    monkeypatch.setattr(handover, "hand_over", lambda tensors: folders.append(hand_over(tensors)) or folders[-1])
+def test_weights_as_tensors_go_through_buffers_that_are_gone_afterwards(scripted, monkeypatch):
+    llm, closed, close = scripted(), threading.Event(), Buffers.close
+    monkeypatch.setattr(Buffers, "close", lambda self: (close(self), closed.set()))
     assert llm.update_weights({"model.norm.weight": torch.ones(64)}, version=7) == 7
-    assert len(folders) == 1
-    assert not folders[0].exists()
+    assert closed.wait(60)
     with pytest.raises(GlmError, match="no such directory"):
         llm.update_weights("/nowhere/at/all")
     with pytest.raises(GlmError, match="no tensors were given"):

@@ -194,12 +194,6 @@ def test_versions_grow():
     assert driver.call(UpdateWeightsCall(3, "/8")).result == {"version": 6}
 
 
-def test_errors_of_tensors_do_not_tell_of_the_folder_they_came_in():
-    driver = CoreDriver()
-    assert driver.call(UpdateWeightsCall(1, "/tmp/glm5-x", remove=True)).error == "the update is damaged"
-    assert driver.call(UpdateWeightsCall(2, "/tmp/glm5-x")).error == "/tmp/glm5-x is damaged"
-
-
 def check_versions(driver, numbers: dict[int, int]) -> None:
     """Every token is what the weights of its version draw after those before it. `numbers`: of weights, by version."""
     for received in driver.received.values():
@@ -272,15 +266,6 @@ def test_an_update_that_fails_otherwise_is_answered():
     driver.run()
     assert driver.answers[1].error == "MemoryError: no memory"
     driver.check()
-
-
-def test_the_folder_is_removed_when_it_was_read(tmp_path):
-    for name in ("7", "broken"):
-        (tmp_path / name).mkdir()
-    driver = CoreDriver()
-    driver.call(UpdateWeightsCall(1, str(tmp_path / "7"), remove=True))
-    driver.call(UpdateWeightsCall(2, str(tmp_path / "broken"), remove=True))
-    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
 def test_pages_of_former_weights_are_never_found_again():

@@ -4,8 +4,10 @@ Tokens in and out, log-probabilities, weight versions, routed experts, pause, sl
 """
 
 import asyncio
+import itertools
 import os
 import signal
+import threading
 from functools import partial
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import glm5
-from glm5.checkpoint import handover
+from glm5.checkpoint.handover import Buffers, TensorStream, stream_of
 from glm5.common.errors import CheckpointError, EngineDead, GlmError, RequestError
 from glm5.config.presets import preset
 from glm5.engine.async_engine import AsyncEngine
@@ -254,6 +256,52 @@ def test_an_update_that_fails_changes_nothing(llm, models, folders, tmp_path):
         assert largest(load.logprobs(i) - own) < LOGPROB_BUDGET
 
 
+def cut(stream: TensorStream, length: int) -> TensorStream:
+    """A stream whose source is lost after so many tensors."""
+
+    def tensors():
+        yield from itertools.islice(stream.tensors, length)
+        raise RuntimeError("the trainer was lost")
+
+    return TensorStream(stream.layout, tensors())
+
+
+def test_a_push_that_fails_midway_stops_all_requests_until_a_whole_version_has_come(llm, models):
+    load = Load(llm, [[1, 2, 3], [9] * 40])
+    load.until(lambda: all(load.gained))
+    new, version = stream_of(models[1].state_dict()), llm.stats()["weight_version"]
+    with pytest.raises(CheckpointError, match=r"RuntimeError: the trainer was lost; .* requests wait"):
+        llm.update_weights(cut(new, len(new.layout) // 2))
+    steps = llm.stats()["steps"]
+    late = Load(llm, [[5, 6]])
+    for tensors in ({"model.norm.weight": models[1].model.norm.weight}, cut(stream_of(models[1].state_dict()), 3)):
+        with pytest.raises(CheckpointError, match="requests wait"):
+            llm.update_weights(tensors)
+    assert llm.stats()["weights_are_torn"]
+    assert llm.stats()["steps"] == steps
+    assert not late.gained[0]
+    assert llm.update_weights(dict(models[1].state_dict())) == version + 1
+    late.until(lambda: len(late.gained[0]) > 5 and all(load.versions(i).count(version + 1) > 5 for i in range(2)))
+    stats = llm.stats()
+    assert stats["last_push"]["bytes"] == sum(tensor.nbytes for tensor in models[1].state_dict().values())
+    for each in (load, late):
+        each.end()
+    for each, i in ((load, 0), (load, 1), (late, 0)):
+        tokens, prompt, num_old = each.tokens(i), each.prompts[i], each.versions(i).count(version)
+        own = chosen(logprobs_of(models[1], prompt + tokens[:-1])[len(prompt) - 1 :], tokens)
+        assert largest(each.logprobs(i)[num_old:] - own[num_old:]) < LOGPROB_BUDGET
+    llm.update_weights(dict(models[0].state_dict()))
+
+
+def test_a_push_that_its_caller_cancels_fails(llm, models):
+    """Its tensors may change from then on. Without pumping, no more than two of its buckets are on their way."""
+    assert llm._calls.update_weights(dict(models[1].state_dict()), "recompute", None).cancel()
+    assert any(llm.stats()["weights_are_torn"] for _ in range(MAX_TURNS))
+    version = llm.update_weights(dict(models[0].state_dict()))
+    (out,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    assert set(out.outputs[0].weight_versions) == {version}
+
+
 def test_an_update_that_fails_halfway_ends_the_engine_with_the_reason(models, folders, monkeypatch):
     """Nobody is served by half of them: some were replaced, and the others cannot be."""
 
@@ -276,10 +324,9 @@ def test_an_update_that_fails_halfway_ends_the_engine_with_the_reason(models, fo
 
 
 def test_under_asyncio_until_the_worker_is_killed_in_an_update(folders, models, monkeypatch):
-    """Requests go on through calls; whoever waits when the process dies learns of it, and no file is left."""
-    handed = []
-    hand_over = handover.hand_over
-    monkeypatch.setattr(handover, "hand_over", lambda tensors: handed.append(hand_over(tensors)) or handed[-1])
+    """Requests go on through calls; whoever waits when the process dies learns of it, and no memory is held."""
+    buffers, fill = [], Buffers.fill
+    monkeypatch.setattr(Buffers, "fill", lambda self, *given: buffers.append(self) or fill(self, *given))
 
     async def versions(engine, number, first_came):
         seen = []
@@ -307,7 +354,7 @@ def test_under_asyncio_until_the_worker_is_killed_in_an_update(folders, models, 
         await engine.wake_up()
         os.kill(engine.llm.client.link.pid, signal.SIGSTOP)
         update = asyncio.create_task(engine.update_weights(dict(models[0].state_dict())))
-        while len(handed) < 2:
+        while len(set(buffers)) < 2:
             await asyncio.sleep(0)
         os.kill(engine.llm.client.link.pid, signal.SIGKILL)
         ends = await asyncio.gather(*tasks[::2], update, return_exceptions=True)
@@ -316,5 +363,8 @@ def test_under_asyncio_until_the_worker_is_killed_in_an_update(folders, models, 
 
     with AsyncEngine(str(folders[0]), device="cpu", max_num_seqs=4) as engine:
         asyncio.run(asyncio.wait_for(main(engine), 60))
-    assert len(handed) == 2
-    assert not any(folder.exists() for folder in handed)
+    assert len(set(buffers)) == 2
+    for thread in threading.enumerate():
+        if thread.name == "glm5-push":
+            thread.join(60)
+    assert not any(one.descriptors for one in buffers)

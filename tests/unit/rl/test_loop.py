@@ -26,6 +26,7 @@ from tests.support.rl_recipe import recipe_file, small_recipe
 
 REPO = Path(__file__).parents[3]
 SECONDS = 120
+MISMATCH = 1e-3  # k3: e4m3 rounds by up to 1/16, so logits near 1 differ by a few hundredths, and k3 is half the square
 
 
 def steps_of(out: Path) -> list[dict]:
@@ -77,6 +78,8 @@ def test_trainer_and_engine_agree_to_the_bit(done):
         assert line["logp/abs_diff_max"] == 0.0
         assert line["is/mask_frac"] == 0.0
         assert line["group/dropped"] == line["group/refilled"] == 0.0
+        assert 0 < line["push/stopped_s"] <= line["time/push"]
+        assert line["push/gb_s"] > 0
     evaluated = [line["step"] for line in read_lines(done / "run/metrics.jsonl") if "eval/mean" in line]
     assert evaluated == [0, 2, 3]
 
@@ -84,6 +87,20 @@ def test_trainer_and_engine_agree_to_the_bit(done):
 def test_the_policy_is_a_checkpoint(done):
     saved = torch.load(done / "run/state.pt", weights_only=True)["trainer"]["model"]
     assert digests(load(done / "run/policy").state_dict()) == digests(saved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arrives", [True, False])
+def test_rollouts_with_quantized_weights(tmp_path, monkeypatch, arrives):
+    """Every push is quantized: the engine's probabilities stay near the trainer's, and are not the same."""
+    if not arrives:  # the control: all but one tensor keep their first values
+        of_norm = "model.norm.weight"
+        weights = trainer.PolicyTrainer.weights
+        monkeypatch.setattr(trainer.PolicyTrainer, "weights", lambda self: {of_norm: weights(self)[of_norm]})
+    run(small_recipe(tmp_path, "exact=false", "rollouts.quantization=fp8"))
+    found = [line["kl/mismatch"] for line in steps_of(tmp_path / "run")]
+    assert 0 < found[0] < MISMATCH
+    assert all((one < MISMATCH) == arrives and one for one in found[1:])
 
 
 def test_a_finished_run_is_not_run_again(done):

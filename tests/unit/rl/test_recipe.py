@@ -29,6 +29,7 @@ def test_every_recipe_loads(path):
         ("rollouts.group=2", r"rollouts\.group: no such key; did you mean groups\?"),
         ("algoritm.name=dis", r"algoritm: no such key; did you mean algorithm\?"),
         ("environment.0.nam=guess", r"environment\.0\.nam: no such key; did you mean name\?"),
+        ("rollouts.quantization=fp8", r"exact: an engine with quantized weights .*; set exact = false"),
         ("rollouts.deterministic=false", r"exact: needs rollouts\.deterministic; set both, or exact = false"),
         ("rollouts.groups=0", r"rollouts\.groups: got 0; allowed: "),
         ("lr_warmup_steps=3", r"lr_warmup_steps 3 must be below steps 3"),

@@ -1,0 +1,64 @@
+"""Sends tensors to the engine in buckets, from a thread of its own, while the engine reads the bucket before."""
+
+import os
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from typing import Any
+
+from glm5.checkpoint.handover import NUM_BUFFERS, Buffers, TensorStream, buckets_of
+from glm5.common.background import in_background
+from glm5.common.errors import GlmError, reason_of
+from glm5.engine.frontend.client import Client
+from glm5.engine.transport.wire import Bucket, Policy, PushCall, PushedTensor
+
+
+def push(client: Client, stream: TensorStream, policy: Policy, version: int | None) -> "Future[dict[str, Any]]":
+    """Send all tensors. The future has the engine's answer; while it is not done, `client` must be pumped. Raises
+    CheckpointError when there is not enough memory for the buffers."""
+    buckets = buckets_of(stream.layout)
+    buffers = Buffers(max([1, *(start + layout.num_bytes for bucket in buckets for layout, start in bucket)]))
+    announced = [
+        [
+            PushedTensor(layout.name, layout.dtype, layout.shape, start, start + layout.num_bytes)
+            for layout, start in bucket
+        ]
+        for bucket in buckets
+    ]
+    first, second = buffers.descriptors
+    ids: list[int] = []
+
+    def make(call_id: int) -> PushCall:
+        ids.append(call_id)
+        return PushCall(call_id, os.getpid(), (first, second), announced, policy, version)
+
+    def send() -> None:
+        tensors, unread = iter(stream.tensors), deque[Future[dict[str, Any]]]()
+        try:
+            for number, bucket in enumerate(buckets):
+                if len(unread) == NUM_BUFFERS:
+                    wait([unread.popleft(), future], return_when=FIRST_COMPLETED)
+                if future.cancelled():  # the tensors may change from now on
+                    raise GlmError("the caller has cancelled it")
+                if future.done():
+                    return
+                checksum = buffers.fill(number % NUM_BUFFERS, bucket, tensors)
+                is_last = number == len(buckets) - 1
+                if is_last and next(tensors, None) is not None:  # it also runs a generator to its end
+                    raise GlmError("there are more tensors than were announced")
+                unread.append(client.call(lambda call_id, checksum=checksum: Bucket(call_id, ids[0], checksum)))
+        except BaseException as error:  # noqa: BLE001 - whatever it was, the engine must not wait for more
+            reason = reason_of(error)
+            with suppress(GlmError):
+                client.call(lambda call_id: Bucket(call_id, ids[0], error=reason))
+        finally:
+            wait([future])  # until then the engine may read
+            buffers.close()
+
+    try:
+        future = client.call(make)
+    except BaseException:
+        buffers.close()
+        raise
+    in_background(send, "glm5-push")
+    return future
