@@ -2,7 +2,7 @@
 
 FP8 in blocks     `quantize_blocks`, as `glm5 convert --dtype fp8`
 other formats     the scales of `minmax_scale`, in the precision of the format's files, and the nearest codes, as
-                  `glm5 quantize --method minmax`
+                  `glm5 quantize --method minmax` where its recipe neither smooths nor rotates
 """
 
 from collections.abc import Callable, Mapping

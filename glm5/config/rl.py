@@ -116,8 +116,8 @@ class Rollouts(Section):
     num_speculative_tokens: Annotated[int, Field(ge=0, le=8)] = 0
     """Tokens that the MTP layer drafts in a step. Answers do not depend on it."""
     quantization: Literal["fp8", "w4a8", "w4a16"] | None = None
-    """Scheme in which the engine holds the weights: what `glm5 quantize` makes of them, int4 by `--method minmax`.
-    Default: as the trainer."""
+    """Scheme in which the engine holds the weights, as of `glm5 quantize --method minmax` without smoothing and
+    rotation. Default: as the trainer."""
     deterministic: bool = True
     """The engine's deterministic mode: a run can be repeated, and resumed to the same bits."""
     concurrency: Count | None = None

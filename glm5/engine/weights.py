@@ -96,7 +96,7 @@ class Weights:
     def end_push(self, version: int) -> None:
         if self.shared is not None:
             self.shared.adopt()
-        self.version, self.identity = version, uuid4().bytes
+        self.version, self.identity, self._push = version, uuid4().bytes, None
 
     def take_changes(self, version: int, *, closely: bool) -> bool:
         if self.shared is None or not self.shared.has_changed(closely=closely):

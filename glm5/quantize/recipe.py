@@ -59,6 +59,13 @@ def resolve(settings: QuantizeConfig) -> Resolved:
     return Resolved(recipe, target, name, tuple(notes))
 
 
+def as_they_are(settings: QuantizeConfig) -> Resolved:
+    """As `resolve`, without smoothing and rotation: the codes of a weight depend on itself alone."""
+    resolved = resolve(settings)
+    steps = tuple(step for step in resolved.recipe.process if isinstance(step, LinearQuant))
+    return resolved._replace(recipe=resolved.recipe.model_copy(update={"process": steps}))
+
+
 def built_in(name: str) -> Recipe:
     """A recipe that comes with the package, by its file's name without the ending."""
     file = resources.files("glm5.quantize") / "recipes" / f"{name}.toml"

@@ -17,6 +17,7 @@ from glm5.config.rl import RLRecipe
 from glm5.engine import AsyncEngine
 from glm5.engine.cache.kv_cache import PAGE_SIZE
 from glm5.model.glm5 import Glm5
+from glm5.quantize.recipe import as_they_are
 from glm5.quantize.run import quantize
 from glm5.rl.environments.play import play_oracle, play_randomly
 from glm5.rl.environments.protocol import Environment, Message, Task
@@ -80,18 +81,16 @@ class PolicyBuilder:
         out, scheme = self.out / "quantized", self.recipe.rollouts.quantization
         with writing_to(out):
             shutil.rmtree(out, ignore_errors=True)
-        return quantize(
-            QuantizeConfig(
-                model=str(folder),
-                out=str(out),
-                scheme=scheme,
-                method=None if scheme == "fp8" else "minmax",
-                target="glm5",
-                device=str(device),
-                held_out_tokens=0,
-                restart=True,
-            )
+        settings = QuantizeConfig(
+            model=str(folder),
+            out=str(out),
+            scheme=scheme,
+            method=None if scheme == "fp8" else "minmax",
+            device=str(device),
+            held_out_tokens=0,
+            restart=True,
         )
+        return quantize(settings, resolved=as_they_are(settings))
 
     def sandbox(self, *, unsafe_local: bool) -> Backend | None:
         """What boxes are made of; None where no task runs what the policy writes. Raises ConfigError where one would at

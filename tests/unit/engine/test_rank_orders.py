@@ -14,8 +14,9 @@ from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.scheduler.messages import CopyDone
 from glm5.engine.transport.wire import AbortRequests
 from tests.support.core_driver import CoreDriver
-from tests.support.fake_runner import FakeRunner, FakeWeights
+from tests.support.fake_runner import TORN, FakeRunner, FakeWeights, ended
 from tests.unit.engine.sampling.schemas import compiler, vocabulary
+from tests.unit.engine.test_core_push import push
 
 
 class Pages:
@@ -131,6 +132,29 @@ def test_weights_that_one_rank_refuses_are_kept_by_none():
     with pytest.raises(CheckpointError, match="this part"):
         staged.result()
     assert sender.follower._staged is None
+
+
+def test_a_push_is_written_and_ended_on_every_rank():
+    driver = CoreDriver()
+    both = RankedWeights(FakeWeights(), EncodedRanks(driver))
+    assert both.prepare(push(1, "7", "7")).result()
+    both.write(0).result()
+    assert (both._own.number, driver.weights.number) == (TORN, TORN)
+    both.end_push(3)
+    assert (both._own.number, driver.weights.number, driver.weights.version) == (7, 7, 3)
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_push_that_one_rank_refuses_fails(where, monkeypatch):
+    driver, own = CoreDriver(), FakeWeights()
+    both = RankedWeights(own, EncodedRanks(driver))
+    refuse = ended(None, CheckpointError("this part has NaN"))
+    monkeypatch.setattr(own if where == "here" else driver.weights, "write", lambda _: refuse)
+    with pytest.raises(CheckpointError, match="x is no number"):
+        both.prepare(push(1, "x")).result()
+    both.prepare(push(2, "7")).result()
+    with pytest.raises(CheckpointError, match="this part has NaN"):
+        both.write(0).result()
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
