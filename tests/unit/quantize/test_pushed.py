@@ -19,8 +19,8 @@ from tests.support.pushes import Sender, same_bits
     ("scheme", "options", "size"),
     [
         ("w4a8", {}, 2),
-        ("w4a8", {"w4a8_weights": "group"}, 1),
-        ("w4a16", {"target": "vllm"}, 1),
+        pytest.param("w4a8", {"w4a8_weights": "group"}, 1, marks=pytest.mark.slow),
+        pytest.param("w4a16", {"target": "vllm"}, 1, marks=pytest.mark.slow),
     ],
 )
 def test_floats_become_the_codes_of_the_quantizer(small_bf16, tmp_path, scheme, options, size):
