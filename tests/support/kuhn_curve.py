@@ -1,0 +1,78 @@
+"""How far a self-play run of Kuhn poker is from equilibrium: `python -m tests.support.kuhn_curve FOLDER`.
+
+The policy of a step is read from its records: the probability of a reply at an information set is the exponential of
+the log-probabilities of its tokens. An information set that no game of a step reached keeps its last probability.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from glm5.rl.environments.kuhn import INFORMATION_SETS, conversation, nash_conv
+from glm5.rl.records.store import Records, read_groups
+from glm5.rl.rollout import Rollout
+
+_NAMES = {repr(conversation(each)): each for each in INFORMATION_SETS}
+
+
+def policies(out: Path) -> list[dict[str, float]]:
+    """For each step of a run the probability of a bet at each information set."""
+    records, found = Records(out), [dict.fromkeys(INFORMATION_SETS, 0.5)]
+    for step in records.steps():
+        said = dict[tuple[str, str], float]()
+        for group in read_groups(records, step):
+            for rollout in group.rollouts:
+                said |= _probabilities(rollout)
+        found.append(found[-1] | {each: _bet(said, each) for each, _ in said})
+    return found[1:]
+
+
+def average(played: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The policy that plays as one of these, drawn anew for each game: at an information set, each counts by how
+    likely its own earlier action is to lead there (Heinrich and others 2015, lemma 6)."""
+    found = dict[str, float]()
+    for name in INFORMATION_SETS:
+        weights = [1 - each[name[0]] if len(name) == 3 else 1.0 for each in played]
+        total = sum(weight * each[name] for weight, each in zip(weights, played, strict=True))
+        found[name] = total / max(sum(weights), 1e-12)
+    return found
+
+
+def distances(out: Path) -> tuple[float, float]:
+    """NashConv / 2 of the average over the later half of a run's steps, and of the last step."""
+    played = policies(out)
+    return nash_conv(average(played[len(played) // 2 :])) / 2, nash_conv(played[-1]) / 2
+
+
+def _probabilities(rollout: Rollout) -> dict[tuple[str, str], float]:
+    """Of a rollout's legal replies: by information set and reply."""
+    replies = (segment for segment in rollout.tree.segments if segment.is_sampled)
+    found = dict[tuple[str, str], float]()
+    for number, message in enumerate(rollout.messages):
+        if message["role"] == "assistant":
+            heard = _NAMES[repr(rollout.messages[:number])]
+            found[heard, message["content"]] = math.exp(sum(next(replies).logprobs))
+    return found
+
+
+def _bet(said: dict[tuple[str, str], float], name: str) -> float:
+    """The share of a bet among legal replies; where one of them was not sampled, it is what is left."""
+    bet, passed = said.get((name, "bet")), said.get((name, "pass"))
+    if bet is None:
+        bet = 1 - (passed or 0.5)
+    return bet / (bet + (1 - bet if passed is None else passed))
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    played = policies(out)
+    for step in range(9, len(played), 10):
+        of_average = nash_conv(average(played[(step + 1) // 2 : step + 1])) / 2
+        print(f"step {step + 1}: NashConv/2 {nash_conv(played[step]) / 2:.3f}, average {of_average:.3f}")
+    print("last: " + ", ".join(f"{name} {bet:.2f}" for name, bet in played[-1].items()))
+    print("NashConv/2: average of the later half {:.4f}, last {:.4f}".format(*distances(out)))
+
+
+if __name__ == "__main__":
+    main()
