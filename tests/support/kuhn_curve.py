@@ -17,20 +17,21 @@ _NAMES = {repr(conversation(each)): each for each in INFORMATION_SETS}
 
 
 def policies(out: Path) -> list[dict[str, float]]:
-    """For each step of a run the probability of a bet at each information set."""
-    records, found = Records(out), [dict.fromkeys(INFORMATION_SETS, 0.5)]
+    """For each step of a run the probability of a bet at each information set, among legal replies."""
+    records, played = Records(out), [dict.fromkeys(INFORMATION_SETS, 0.5)]
     for step in records.steps():
         said = dict[tuple[str, str], float]()
         for group in read_groups(records, step):
             for rollout in group.rollouts:
                 said |= _probabilities(rollout)
-        found.append(found[-1] | {each: _bet(said, each) for each, _ in said})
-    return found[1:]
+        known = {name: _bet(said.get((name, "bet")), said.get((name, "pass"))) for name in INFORMATION_SETS}
+        played.append(played[-1] | {name: bet for name, bet in known.items() if bet is not None})
+    return played[1:]
 
 
 def average(played: Sequence[dict[str, float]]) -> dict[str, float]:
     """The policy that plays as one of these, drawn anew for each game: at an information set, each counts by how
-    likely its own earlier action is to lead there (Heinrich and others 2015, lemma 6)."""
+    likely its own earlier action is to lead there (Heinrich, Lanctot and Silver 2015, section 3)."""
     found = dict[str, float]()
     for name in INFORMATION_SETS:
         weights = [1 - each[name[0]] if len(name) == 3 else 1.0 for each in played]
@@ -52,15 +53,15 @@ def _probabilities(rollout: Rollout) -> dict[tuple[str, str], float]:
     for number, message in enumerate(rollout.messages):
         if message["role"] == "assistant":
             heard = _NAMES[repr(rollout.messages[:number])]
-            found[heard, message["content"]] = math.exp(sum(next(replies).logprobs))
+            found[heard, message["content"].strip()] = math.exp(sum(next(replies).logprobs))
     return found
 
 
-def _bet(said: dict[tuple[str, str], float], name: str) -> float:
-    """The share of a bet among legal replies; where one of them was not sampled, it is what is left."""
-    bet, passed = said.get((name, "bet")), said.get((name, "pass"))
-    if bet is None:
-        bet = 1 - (passed or 0.5)
+def _bet(bet: float | None, passed: float | None) -> float | None:
+    """The share of a bet; of a reply that was not sampled, the probability is what the other one leaves."""
+    if bet is None and passed is None:
+        return None
+    bet = 1 - (passed or 0.0) if bet is None else bet
     return bet / (bet + (1 - bet if passed is None else passed))
 
 
