@@ -79,6 +79,8 @@ def test_an_illegal_reply_costs_its_seat_alone_and_oracles_see_both_cards():
     for said, rewards in ((["fold"], [-2.0, 0.0]), (["pass", ""], [0.0, -2.0]), (["pass", "bet", "p"], [-2.0, 0.0])):
         replies = iter(said)
         assert play(KUHN, KUHN.task(0, 0), lambda _, replies=replies: Reply(next(replies))).rewards == rewards
+    # A word that ran out of tokens is one: recipes/rl-kuhn.toml allows one token.
+    assert not KUHN.reset(KUHN.task(0, 0)).step(Reply("bet", is_truncated=True)).is_done
     won = [play_oracle(KUHN, KUHN.task(seed, 0)).rewards[0] for seed in range(6)]
     assert sorted(won) == [-1, -1, -1, 1, 1, 1]
     assert not play_randomly(KUHN, KUHN.task(0, 0), Random(0)).last.metrics["illegal"]
