@@ -9,11 +9,11 @@ import pytest
 from glm5.common.errors import ConfigError, TrainingError
 from glm5.config.rl import read_rl_recipe
 from glm5.rl.environments.play import play
-from glm5.rl.environments.protocol import EpisodeFailed, Reply
+from glm5.rl.environments.protocol import Reply
 from glm5.rl.loop import run
 from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.watch import read_lines
-from tests.unit.rl.crashing import CAUSES, Crashing, Excluding
+from tests.unit.rl.crashing import CAUSES, Crashing
 
 RECIPE = Path(__file__).parents[3] / "recipes/rl-guess.toml"
 
@@ -38,8 +38,6 @@ def test_a_crash_is_told_counted_and_costs_a_turn(action):
     assert game.rewards == [1.0]
     assert {name for name, count in game.last.metrics.items() if count and "/" in name} == {f"crash/{CAUSES[action]}"}
     assert played(Crashing(), [action] * 4).rewards == [0.0]
-    with pytest.raises(EpisodeFailed):
-        played(Excluding(), [action])
 
 
 def shares(out, environment):
@@ -65,4 +63,4 @@ def test_crashes_become_rare_unless_they_are_left_out(tmp_path):
             assert not failed
             assert last < first / 2
         else:
-            assert last > first
+            assert last > 2 * first
