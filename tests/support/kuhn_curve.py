@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from glm5.rl.environments.kuhn import INFORMATION_SETS, conversation, nash_conv
-from glm5.rl.records.store import Records, read_groups
-from glm5.rl.rollout import Rollout
+from glm5.rl.records.store import Records
+from glm5.rl.records.trace import Trace
 
 _NAMES = {repr(conversation(each)): each for each in INFORMATION_SETS}
 
@@ -21,9 +21,9 @@ def policies(out: Path) -> list[dict[str, float]]:
     records, played = Records(out), [dict.fromkeys(INFORMATION_SETS, 0.5)]
     for step in records.steps():
         said = dict[tuple[str, str], float]()
-        for group in read_groups(records, step):
-            for rollout in group.rollouts:
-                said |= _probabilities(rollout)
+        for traces in records.groups(step):
+            for trace in traces:
+                said |= _probabilities(trace)
         known = {name: _bet(said.get((name, "bet")), said.get((name, "pass"))) for name in INFORMATION_SETS}
         played.append(played[-1] | {name: bet for name, bet in known.items() if bet is not None})
     return played[1:]
@@ -46,13 +46,13 @@ def distances(out: Path) -> tuple[float, float]:
     return nash_conv(average(played[len(played) // 2 :])) / 2, nash_conv(played[-1]) / 2
 
 
-def _probabilities(rollout: Rollout) -> dict[tuple[str, str], float]:
-    """Of a rollout's legal replies: by information set and reply."""
-    replies = (segment for segment in rollout.tree.segments if segment.is_sampled)
+def _probabilities(trace: Trace) -> dict[tuple[str, str], float]:
+    """Of a rollout's replies: by information set and reply."""
+    replies, messages = (node for node in trace.nodes if node.sampled), trace.info.messages
     found = dict[tuple[str, str], float]()
-    for number, message in enumerate(rollout.messages):
+    for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            heard = _NAMES[repr(rollout.messages[:number])]
+            heard = _NAMES[repr(messages[:number])]
             found[heard, message["content"].strip()] = math.exp(sum(next(replies).logprobs))
     return found
 
