@@ -1,6 +1,7 @@
 """Kuhn poker: the game's value, the equilibria, and exploitability against numbers found by hand."""
 
 import itertools
+import math
 from random import Random
 
 import pytest
@@ -9,6 +10,10 @@ from glm5.rl.environments.kuhn import ACTIONS, GAME_VALUE, INFORMATION_SETS, con
 from glm5.rl.environments.play import play, play_oracle, play_randomly
 from glm5.rl.environments.protocol import Reply
 from glm5.rl.environments.table import make
+from glm5.rl.records.store import RecordWriter
+from glm5.rl.rollout import Group, Rollout
+from glm5.rl.segments import Segment
+from tests.support.kuhn_curve import average, policies
 
 KUHN = make("kuhn")
 
@@ -74,6 +79,46 @@ def test_an_illegal_reply_costs_its_seat_alone_and_oracles_see_both_cards():
     for said, rewards in ((["fold"], [-2.0, 0.0]), (["pass", ""], [0.0, -2.0]), (["pass", "bet", "p"], [-2.0, 0.0])):
         replies = iter(said)
         assert play(KUHN, KUHN.task(0, 0), lambda _, replies=replies: Reply(next(replies))).rewards == rewards
+    # A word that ran out of tokens is one: recipes/rl-kuhn.toml allows one token.
+    assert not KUHN.reset(KUHN.task(0, 0)).step(Reply("bet", is_truncated=True)).is_done
     won = [play_oracle(KUHN, KUHN.task(seed, 0)).rewards[0] for seed in range(6)]
     assert sorted(won) == [-1, -1, -1, 1, 1, 1]
     assert not play_randomly(KUHN, KUHN.task(0, 0), Random(0)).last.metrics["illegal"]
+
+
+def random_policy(random):
+    return {name: random.uniform(0.1, 0.9) for name in INFORMATION_SETS}
+
+
+def test_an_average_earns_the_mean_of_what_its_policies_earn():
+    random = Random(7)
+    print("seed 7")
+    played, other = [random_policy(random) for _ in range(3)], random_policy(random)
+    assert value(average(played), other) == pytest.approx(sum(value(each, other) for each in played) / 3, abs=1e-12)
+    assert value(other, average(played)) == pytest.approx(sum(value(other, each) for each in played) / 3, abs=1e-12)
+
+
+def recorded(policy, name, reply):
+    """A rollout that ends with `reply` at an information set. Its tokens are of no meaning."""
+    probability = policy[name] if reply == "bet" else 1 - policy[name]
+    rollout, chat, parent = Rollout(KUHN.task(0, 0), 0), [*conversation(name)], None
+    rollout.messages = [*chat, {"role": "assistant", "content": reply}]
+    for message in rollout.messages:
+        said = message["role"] == "assistant"
+        logprobs = [math.log(probability if message is rollout.messages[-1] else 1 - policy[name[0]])]
+        parent = rollout.tree.add(Segment([1], parent, said, logprobs if said else [], [0] if said else []))
+    return rollout
+
+
+def test_a_policy_is_read_from_records(tmp_path):
+    random = Random(8)
+    print("seed 8")
+    played, writer = [random_policy(random) for _ in range(2)], RecordWriter(tmp_path, 2**20, 1)
+    for step, policy in enumerate(played, start=1):
+        reached = [name for name in INFORMATION_SETS if step == 1 or name != "Kpb"]
+        rollouts = [recorded(policy, name, random.choice(["bet", "pass"])) for name in reached]
+        columns = [[[None] * len(each.tree.segments) for each in rollouts]]
+        writer.write(step, 2, {}, [Group(0, KUHN.task(0, 0), rollouts)], columns)
+    found = policies(tmp_path)
+    assert found[0] == pytest.approx(played[0])
+    assert found[1] == pytest.approx(played[1] | {"Kpb": played[0]["Kpb"]})
