@@ -80,7 +80,7 @@ class Server:
         stats = self.stats()
         assert (stats["prompting"], stats["decoding"], stats["waiting"], stats["pages"]["in_use"]) == (0, 0, 0, 0)
         assert self.llm.client.num_unfinished == 0
-        assert not self.engine._streams
+        assert not self.engine._requests
         assert not self.service.running._names
         assert self.service.engine.admission.limits.num_places == 0
 
