@@ -8,7 +8,7 @@ repeated.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from glm5.chat.parser import parse_ids
 from glm5.chat.template import ChatTemplate
@@ -17,8 +17,11 @@ from glm5.rl.environments.protocol import Message, Reply
 from glm5.train.data.chat import examples_of
 
 _MOST_KEPT = 4096  # prompts, continuations and replies whose conversion is remembered: groups share prompts
+_LONGEST_KEPT = 64  # tokens of such a reply
 
 Tools = Sequence[Mapping[str, Any]]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class TokenChat:
@@ -39,16 +42,16 @@ class TokenChat:
 
     def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Token ids of a first prompt."""
-        return self._known(
+        return _remembered(
             self._prompts,
-            messages,
-            tools,
+            _key(messages, tools),
             lambda: self.template.encode([dict(one) for one in messages], list(tools) or None, **self._options),
         )
 
     def continuation(self, messages: Sequence[Message], tools: Tools, last_token: int) -> list[int]:
         """Token ids that follow a sampled reply: messages of the environment, and the next generation prompt."""
-        ids = self._known(self._continuations, messages, tools, lambda: self._render_continuation(messages, tools))
+        key = _key(messages, tools)
+        ids = _remembered(self._continuations, key, lambda: self._render_continuation(messages, tools))
         return ids[1:] if ids and ids[0] == last_token else ids
 
     def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[bool]]:
@@ -73,32 +76,17 @@ class TokenChat:
 
     def reply(self, token_ids: Sequence[int], tools: Tools, *, is_truncated: bool) -> Reply:
         """What sampled tokens say."""
-        key = tuple(token_ids)
-        if not tools and not is_truncated and (known := self._replies.get(key)) is not None:
-            return known
+        if tools or is_truncated or len(token_ids) > _LONGEST_KEPT:
+            return self._parse(token_ids, tools, is_truncated=is_truncated)
+        return _remembered(self._replies, tuple(token_ids), lambda: self._parse(token_ids, (), is_truncated=False))
+
+    def _parse(self, token_ids: Sequence[int], tools: Tools, *, is_truncated: bool) -> Reply:
         parsed = parse_ids(self.tokenizer, token_ids, list(tools) or None, reasoning=self.enable_thinking)
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in parsed.tool_calls
         ]
-        found = Reply(parsed.content or "", parsed.reasoning or "", calls, is_truncated)
-        if not tools and not is_truncated and len(key) <= 64:
-            if len(self._replies) >= _MOST_KEPT:
-                self._replies.clear()
-            self._replies[key] = found
-        return found
-
-    @staticmethod
-    def _known(
-        known: dict[str, list[int]], messages: Sequence[Message], tools: Tools, render: Callable[[], list[int]]
-    ) -> list[int]:
-        key = json.dumps([list(map(dict, messages)), [dict(tool) for tool in tools]], sort_keys=True)
-        ids = known.get(key)
-        if ids is None:
-            if len(known) >= _MOST_KEPT:
-                known.clear()
-            ids = known[key] = render()
-        return ids
+        return Reply(parsed.content or "", parsed.reasoning or "", calls, is_truncated)
 
     def _render_continuation(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """The template's text for `messages` after any assistant's message: rendered after a short one."""
@@ -120,3 +108,16 @@ class TokenChat:
                 "tokens could not be kept; allowed: a template that only appends, such as glm-5.2 or glm-5.3"
             )
         return guard.encode(whole[len(start) :])
+
+
+def _key(messages: Sequence[Message], tools: Tools) -> str:
+    return json.dumps([list(map(dict, messages)), [dict(tool) for tool in tools]], sort_keys=True)
+
+
+def _remembered(known: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
+    found = known.get(key)
+    if found is None:
+        if len(known) >= _MOST_KEPT:
+            known.clear()
+        found = known[key] = make()
+    return found

@@ -64,9 +64,7 @@ class Harness:
 
     async def _play_together(self, players: Sequence["_Player"], seed: int) -> None:
         """The first replies in one request; each goes on by itself once it has its own."""
-        prompt = players[0].begin()
-        for player in players[1:]:
-            player.begin(prompt)
+        prompt, *_ = [player.begin() for player in players]
         async with asyncio.TaskGroup() as group:
             async for number, own_seed, sampled in self.policy.replies(prompt, seed, len(players)):
                 group.create_task(players[number].play(sampled, own_seed))
@@ -86,10 +84,10 @@ class _Player:
     def rollouts(self) -> list[Rollout]:
         return [seat.rollout for _, seat in sorted(self.seats.items())]
 
-    def begin(self, prompt_ids: Sequence[int] | None = None) -> list[int]:
-        """Add the first prompt; returns its tokens. `prompt_ids`: these, if they are known."""
+    def begin(self) -> list[int]:
+        """Add the first prompt; returns its tokens."""
         assert not isinstance(self.episode, EpisodeFailed)
-        self._hear(0, self.episode.messages, prompt_ids)
+        self._hear(0, self.episode.messages)
         return self.seats[0].token_ids
 
     async def play(self, first: Sampled | None = None, first_seed: int | None = None) -> None:
@@ -142,12 +140,12 @@ class _Player:
         seat.rollout.messages.append(as_message(reply))
         return reply
 
-    def _hear(self, number: int, messages: Sequence[Message], ids: Sequence[int] | None = None) -> None:
+    def _hear(self, number: int, messages: Sequence[Message]) -> None:
         """Add what the environment says to a player."""
         seat = self._seat(number)
-        if ids is None and seat.leaf is None:
+        if seat.leaf is None:
             ids = self.harness.chat.prompt(messages, self.task.tools)
-        elif ids is None:
+        else:
             ids = self.harness.chat.continuation(messages, self.task.tools, seat.token_ids[-1])
         seat.rollout.messages += messages
         seat.add(Segment(list(ids), seat.leaf))
