@@ -95,21 +95,24 @@ class EnvironmentWorkers:
         return [one for part in await asyncio.gather(*(self._reset(task, n) for n in parts)) for one in part]
 
     async def _reset(self, task: Task, count: int) -> "list[RemoteEpisode | EpisodeFailed]":
-        slot, numbers = self._freest(), [next(self._numbers) for _ in range(count)]
+        slot, name = self._freest(), task.environment
+        numbers = [next(self._numbers) for _ in range(count)]
         slot.num_episodes += count
-        found: list[RemoteEpisode | EpisodeFailed] = []
+        num_begun = 0
         try:
             worker = await slot.worker()
-            begun = await worker.ask("reset", self._seconds, task.environment, task=as_json(task), episodes=numbers)
-            for number, one in zip(numbers, begun, strict=True):
-                failed = one.get("failed")
-                episode = RemoteEpisode(slot, worker, number, task.environment, one.get("value", ()), self._seconds)
-                found.append(EpisodeFailed(*failed) if failed else episode)
+            begun = await worker.ask("reset", self._seconds, name, task=as_json(task), episodes=numbers)
+            num_begun = sum("value" in one for one in begun)
         except EpisodeFailed as failure:
             return [failure] * count
         finally:
-            slot.num_episodes -= sum(isinstance(one, EpisodeFailed) for one in found) if found else count
-        return found
+            slot.num_episodes -= count - num_begun
+        return [
+            RemoteEpisode(slot, worker, number, name, one["value"], self._seconds)
+            if "value" in one
+            else EpisodeFailed(*one["failed"])
+            for number, one in zip(numbers, begun, strict=True)
+        ]
 
     async def score_group(self, task: Task, rewards: Sequence[float]) -> list[float]:
         """Rewards of a group's rollouts that depend on each other."""
