@@ -177,8 +177,7 @@ def _checkpoint(builder: PolicyBuilder, device: torch.device) -> Path:
         return builder.assets
     if not folder.exists():
         trainer = PolicyTrainer(recipe, builder, device)
-        for _ in trainer.warm_up():
-            pass
+        trainer.warm_up()
         with writing_to(folder):
             save(trainer.model, folder, assets=builder.assets)
     return folder

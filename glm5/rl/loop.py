@@ -103,9 +103,7 @@ class Run:
             self._export()  # it may be of a later step, whose state was not written any more
 
     def _begin(self) -> None:
-        for number, losses in enumerate(self.trainer.warm_up(), start=1):
-            if number % 20 == 0:
-                logger.info("warm start, step %d: cross-entropy %.4g", number, losses["ce"])
+        self.trainer.warm_up()
         self.trainer.begin()
         self._save()
 

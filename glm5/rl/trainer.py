@@ -1,5 +1,6 @@
 """The policy in training: supervised warm-up, then a step for each batch of rollouts."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from glm5.rl.training.sequences import TrainingSequence, divided, sequences_of_s
 from glm5.train.batch import Batch
 from glm5.train.loop import deterministic, torch_threads
 from glm5.train.master_weights import MasterWeights
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -63,16 +66,18 @@ class PolicyTrainer:
         self.reference: Glm5 | None = None
         self.exact: ExactPass | None = None
 
-    def warm_up(self) -> Iterator[dict[str, float]]:
-        """Supervised steps on legal replies; yields each step's losses."""
+    def warm_up(self) -> None:
+        """Supervised steps on legal replies, if the recipe has some."""
         plan = self.recipe.warm_start
         if plan is None:
             return
         games = self.builder.shown_games(10**9, self.recipe.seed + 1)
-        for _ in range(plan.steps):
+        for number in range(1, plan.steps + 1):
             shown = [next(games) for _ in range(plan.conversations)]
             examples = [self.builder.chat.conversation(messages, task.tools) for task, messages in shown]
-            yield self.step.run([_supervised(examples).to(self.device)], plan.lr)
+            losses = self.step.run([_supervised(examples).to(self.device)], plan.lr)
+            if number % 20 == 0:
+                logger.info("warm start, step %d: cross-entropy %.4g", number, losses["ce"])
 
     def begin(self) -> None:
         """The first rollouts are about to be made: keep the reference, begin with a new optimizer state, and compute in

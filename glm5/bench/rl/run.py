@@ -111,8 +111,7 @@ def _checkpoint(recipe: RLRecipe, folder: Path) -> Path:
     with arithmetic(recipe, device):
         builder = PolicyBuilder(recipe, folder.parent)
         trainer = PolicyTrainer(recipe, builder, device)
-        for _ in trainer.warm_up():
-            pass
+        trainer.warm_up()
         return save(trainer.model, folder, assets=builder.assets)
 
 
