@@ -1,8 +1,8 @@
 """`glm5 rl`: reinforcement learning by a recipe."""
 
 import argparse
-import os
 
+from glm5.cli.deterministic import prepare_deterministic
 from glm5.cli.flags import add_flags, read
 from glm5.cli.parser import Parser
 from glm5.common.console import out
@@ -16,8 +16,7 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = read(RLConfig, args)
     recipe = read_rl_recipe(settings.recipe, settings.set)
-    if recipe.rollouts.deterministic:  # torch requires it for deterministic matrix products on a GPU
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    prepare_deterministic(wanted=recipe.rollouts.deterministic)
     if settings.dry_run:
         from glm5.rl.estimate import estimate
 

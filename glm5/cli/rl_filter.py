@@ -1,8 +1,8 @@
 """`glm5 rl filter`: the tasks of a recipe that are neither too easy nor too hard. The table goes to standard output."""
 
 import argparse
-import os
 
+from glm5.cli.deterministic import prepare_deterministic
 from glm5.cli.flags import add_flags, read
 from glm5.cli.parser import Parser
 from glm5.common.console import out
@@ -17,8 +17,7 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = read(RLFilterConfig, args)
     recipe = read_rl_recipe(settings.recipe, settings.set)
-    if recipe.rollouts.deterministic:  # torch requires it for deterministic matrix products on a GPU
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    prepare_deterministic(wanted=recipe.rollouts.deterministic)
     from glm5.rl.filter import filter_tasks
 
     out(filter_tasks(recipe, settings))

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from glm5.cli.deterministic import prepare_deterministic
 from glm5.cli.flags import add_flags, read
 from glm5.cli.parser import Parser
 from glm5.common.console import out
@@ -26,8 +27,7 @@ def add(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = read(TrainConfig, args)
     recipe = read_recipe(settings.recipe, settings.set)
-    if recipe.deterministic:  # torch requires it for deterministic matrix products on a GPU
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    prepare_deterministic(wanted=recipe.deterministic)
     if recipe.workers:  # else each worker starts as many threads as there are cores
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     started = int(os.environ.get("WORLD_SIZE", "1"))

@@ -5,9 +5,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from glm5.config.command import Command, Count, Positional
+from glm5.config.recipe import Share
 from glm5.config.refusal import Refused
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class RLFilterConfig(Command):
