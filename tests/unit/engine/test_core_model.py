@@ -2,7 +2,6 @@
 
 import re
 import weakref
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from glm5.engine.transport.wire import (
     WakeCall,
 )
 from tests.support.checkpoints import edit_tensors
+from tests.support.fake_runner import ended
 from tests.support.models import random_model
 from tests.support.rounding import logit_rounding
 from tests.support.running import check_logprobs, experts_of
@@ -184,16 +184,12 @@ def test_routed_experts_are_the_routers(models, depth):
         assert np.array_equal(got, want)
 
 
-def read_at_once(job, name):
-    future = Future()
-    future.set_result(job())
-    return future
-
-
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
 @pytest.mark.parametrize(("launch_ahead", "depth"), [(True, 3), (False, 0)])
 def test_weights_change_under_load(models, folders, policy, launch_ahead, depth, monkeypatch):
-    monkeypatch.setattr(weights, "in_background", read_at_once)  # by a busy thread it may take until all have ended
+    monkeypatch.setattr(
+        weights, "in_background", lambda job, _: ended(job())
+    )  # by a busy thread it may take until all have ended
     # Prompts are never cut: the weights could change within one.
     config = {"num_speculative_tokens": depth, "max_num_batched_tokens": 256}
     session = Session(load_copy(models[0]), async_scheduling=launch_ahead, **config)
