@@ -42,6 +42,15 @@ class RLConfig(Command):
     """Run what a policy writes as this user, without a sandbox, where no sandbox can be had."""
 
 
+class ShownTasks(Section):
+    """Tasks of an environment for the warm start."""
+
+    first_task: Annotated[int, Field(ge=0, lt=2**39)]
+    """Seed of the first one; the others have the seeds after it."""
+    tasks: Count | None = None
+    """Number of different ones, shown in turn. Default: new ones all the time."""
+
+
 class EnvironmentSection(Section):
     """An environment, and the level of its tasks."""
 
@@ -58,6 +67,8 @@ class EnvironmentSection(Section):
     """Number of different tasks to train on. Default: new ones all the time."""
     first_task: Annotated[int, Field(ge=0, lt=2**39)] = 0
     """Seed of the first task; the others have the seeds after it."""
+    shown: ShownTasks | None = None
+    """Of the warm start. Default: the tasks that are trained on."""
     ladder: Share | None = None
     """Mean reward of a level over the last groups from which on the next level is asked. Default: the level stays."""
 
@@ -135,6 +146,9 @@ class Evaluation(Section):
     """Of each environment."""
     samples: Count = 1
     """Replies to each task, at the rollouts' temperature: pass@1 and pass@samples. With 1, replies are greedy."""
+    files: dict[Name, Place] = {}
+    """Files that `glm5 rl filter` wrote, by a name: all their tasks are evaluated, as eval/NAME, in place of the first
+    held-out ones."""
 
 
 class Records(Section):

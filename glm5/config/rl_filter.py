@@ -23,6 +23,8 @@ class RLFilterConfig(Command):
     """Folder for tasks.jsonl and what was measured. Default: runs/NAME-filter."""
     tasks: Count = 256
     """Tasks to measure, of each environment and level; fewer where the recipe or the environment has fewer."""
+    keep: Count | None = None
+    """The most tasks to keep of each environment; once it has so many, no more of its tasks are measured."""
     samples: Annotated[int, Field(ge=1, le=10**4)] = 40
     """Replies to each task, at the temperature of the recipe's rollouts."""
     min_pass_rate: Share = 0.2

@@ -2,9 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 
 import torch
 
@@ -19,19 +17,18 @@ from glm5.engine.cache.kv_cache import PAGE_SIZE
 from glm5.model.glm5 import Glm5
 from glm5.quantize.recipe import as_they_are
 from glm5.quantize.run import quantize
-from glm5.rl.environments.play import play_oracle, play_randomly
-from glm5.rl.environments.protocol import Environment, Message, Task
+from glm5.rl.environments.protocol import Environment
 from glm5.rl.environments.table import make
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.sandbox.backends import Backend
 from glm5.rl.sandbox.choice import choose_backend
+from glm5.rl.shown import ShownGames
 from glm5.rl.tasks import TaskSource
 from glm5.train.build import TEMPLATE, build_model, model_config, with_tokenizer
 from glm5.train.state import writing_to
 
 logger = logging.getLogger(__name__)
 
-SHOWN_GAMES = 400  # of each environment, from which a tokenizer is learnt
 _GIB = 2**30
 
 
@@ -113,16 +110,6 @@ class PolicyBuilder:
         logger.warning("%s", backend.notice)
         return backend
 
-    def shown_games(self, count: int, seed: int) -> Iterator[tuple[Task, list[Message]]]:
-        """Conversations with legal replies, the environments in turn; tasks of the training seeds."""
-        sections = self.recipe.environment
-        for number in range(count):
-            section = sections[number % len(sections)]
-            place = self.tasks.sections[section.name].at(number // len(sections))
-            task = self.environments[section.name].task(*place)
-            for chat in _played(self.environments[section.name], task, Random(f"{seed} {number}")):
-                yield task, chat
-
     def _assets(self) -> Path:
         section = self.recipe.model
         if section.tokenizer is not None or section.checkpoint is not None:
@@ -134,11 +121,10 @@ class PolicyBuilder:
             return folder
         folder = self.out / "tokenizer"
         if not (folder / "tokenizer.json").is_file():
-            games = self.shown_games(SHOWN_GAMES * len(self.recipe.environment), self.recipe.seed)
-            texts = [str(message.get("content") or "") for _, chat in games for message in chat]
-            tokenizer = train_bpe(texts, section.architecture().vocab_size)
+            shown, template = ShownGames(self.recipe, self.environments, self.tasks), ChatTemplate.bundled(TEMPLATE)
+            tokenizer = train_bpe(shown.texts(template), section.architecture().vocab_size)
             with writing_to(folder):
-                tokenizer.save(folder, chat_template=ChatTemplate.bundled(TEMPLATE).source)
+                tokenizer.save(folder, chat_template=template.source)
             logger.info("learnt a tokenizer of %d tokens", tokenizer.vocab_size)
         return folder
 
@@ -166,10 +152,3 @@ def num_rollouts(recipe: RLRecipe) -> int:
 def num_pages(recipe: RLRecipe) -> int:
     """Pages of the KV cache that hold all conversations that are under way, and one more of each."""
     return num_rollouts(recipe) * (-(-recipe.rollouts.max_model_len // PAGE_SIZE) + 1)
-
-
-def _played(environment: Environment, task: Task, random: Random) -> list[list[Message]]:
-    """The players' conversations of an episode: with random legal replies, or else with the solution."""
-    if hasattr(environment, "random_reply"):
-        return play_randomly(environment, task, random).conversations  # pyright: ignore[reportArgumentType]
-    return play_oracle(environment, task).conversations

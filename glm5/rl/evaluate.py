@@ -12,8 +12,11 @@ SOLVED = 1.0 - 1e-9
 """Reward from which a rollout counts as a solution."""
 
 
-async def evaluate(harness: Harness, draws: Sequence[Draw], samples: int, seed: int) -> dict[str, float]:
-    """Mean reward over all tasks and by environment, and pass@1 and, with several samples, pass@`samples`."""
+async def evaluate(
+    harness: Harness, draws: Sequence[Draw], samples: int, seed: int, prefix: str = "eval"
+) -> dict[str, float]:
+    """Mean reward over all tasks and by environment, and pass@1 and, with several samples, pass@`samples`. `prefix`:
+    the beginning of the figures' names."""
     groups = await collect(harness, draws, samples, run_seed=seed + 2**32)
     rewards: dict[str, list[float]] = defaultdict(list)
     passed: dict[int, list[float]] = {1: [], samples: []}
@@ -27,10 +30,10 @@ async def evaluate(harness: Harness, draws: Sequence[Draw], samples: int, seed: 
             if k <= num_valid:
                 of_tasks.append(pass_at(num_valid, num_solved, k))
     every = [reward for of_environment in rewards.values() for reward in of_environment]
-    metrics = {"eval/mean": _mean(every)}
+    metrics = {f"{prefix}/mean": _mean(every)}
     if len(rewards) > 1:
-        metrics |= {f"eval/{name}": _mean(one) for name, one in rewards.items()}
-    return metrics | {f"eval/pass@{k}": _mean(one) for k, one in passed.items()}
+        metrics |= {f"{prefix}/{name}": _mean(one) for name, one in rewards.items()}
+    return metrics | {f"{prefix}/pass@{k}": _mean(one) for k, one in passed.items()}
 
 
 def solved(group: Group) -> tuple[int, int]:

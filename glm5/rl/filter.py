@@ -37,8 +37,8 @@ from glm5.train.state import first_difference, locked, writing_to
 
 MEANS = {"seed", "model", "optimizer", "warm_start", "rollouts", "environment"}
 """Keys of a recipe that pass rates depend on."""
-LIMITS = {"min_pass_rate", "max_pass_rate", "stronger_min_pass_rate"}
-VERDICTS = ("not measured", "too hard", "too easy", "not by the stronger", "kept")
+LIMITS = {"min_pass_rate", "max_pass_rate", "stronger_min_pass_rate", "keep"}
+VERDICTS = ("not measured", "too hard", "too easy", "not by the stronger", "beyond --keep", "kept")
 _SEEDS = 2**33  # from the recipe's seed: other replies than in training and evaluation
 
 
@@ -111,15 +111,31 @@ class Rates:
 
     def missing(self, column: str) -> dict[int, RatedTask]:
         """By their number, the tasks whose verdict needs that pass rate."""
+        full = {name for name in {one.environment for one in self._tasks.values()} if self.has_enough(name)}
         return {
             number: task
             for number, task in enumerate(self._tasks.values())
-            if self.verdict(task) == "not measured" and (task.pass_rate is None) == (column == "pass_rate")
+            if self.verdict(task) == "not measured"
+            and (task.pass_rate is None) == (column == "pass_rate")
+            and task.environment not in full
         }
+
+    def kept(self) -> list[RatedTask]:
+        """In order, and of each environment no more than asked."""
+        found: dict[str, list[RatedTask]] = defaultdict(list)
+        for task in self._tasks.values():
+            if self.verdict(task) == "kept":
+                found[task.environment].append(task)
+        return [task for of_environment in found.values() for task in of_environment[: self.settings.keep]]
+
+    def has_enough(self, environment: str) -> bool:
+        """Whether no more of its tasks are to be measured."""
+        num_kept = sum(task.environment == environment for task in self.kept())
+        return self.settings.keep is not None and num_kept == self.settings.keep
 
     def write(self) -> None:
         """Write the kept tasks."""
-        kept = [task for task in self._tasks.values() if self.verdict(task) == "kept"]
+        kept = self.kept()
         with writing_to(self.file):
             write_tasks(self.file, kept, self.header | self.settings.model_dump(include=LIMITS))
 
@@ -128,10 +144,13 @@ class Rates:
         found: dict[tuple[str, int], list[RatedTask]] = defaultdict(list)
         for task in self._tasks.values():
             found[task.environment, task.level].append(task)
+        kept = set(self.kept())
         rows: list[tuple[str, ...]] = [("environment", "level", "tasks", "pass rate", *VERDICTS)]
         for (name, level), tasks in sorted(found.items()):
             known = [task.pass_rate for task in tasks if task.pass_rate is not None]
             counts = Counter(map(self.verdict, tasks))
+            counts["beyond --keep"] = counts["kept"] - sum(task in kept for task in tasks)
+            counts["kept"] -= counts["beyond --keep"]
             mean = f"{sum(known) / max(1, len(known)):.3f}"
             rows.append((name, str(level), str(len(tasks)), mean, *(str(counts[verdict]) for verdict in VERDICTS)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -157,6 +176,7 @@ async def measure(harness: Harness, recipe: RLRecipe, rates: Rates, column: str)
     """Play the tasks that lack this pass rate. Raises groups of EngineDead or TrainingError."""
     tasks, samples = rates.missing(column), rates.settings.samples
     draws = [Draw(number, one.environment, one.seed, one.level) for number, one in tasks.items()]
+    at_a_time = rates.settings.keep or max(1, len(draws))
 
     def add(group: Group) -> None:
         num_solved, num_valid = solved(group)
@@ -167,7 +187,9 @@ async def measure(harness: Harness, recipe: RLRecipe, rates: Rates, column: str)
 
     with Progress(len(draws), "task", column.replace("_", " ")) as progress:
         seed, at_once = recipe.seed + _SEEDS, num_rollouts(recipe)
-        await collect(harness, draws, samples, run_seed=seed, concurrency=at_once, on_group=add)
+        for first in range(0, len(draws), at_a_time):
+            part = [draw for draw in draws[first : first + at_a_time] if not rates.has_enough(draw.environment)]
+            await collect(harness, part, samples, run_seed=seed, concurrency=at_once, on_group=add)
 
 
 def _checkpoint(builder: PolicyBuilder, device: torch.device) -> Path:

@@ -183,8 +183,9 @@ class Run:
     async def _evaluate(self) -> None:
         cfg = self.recipe.evaluation
         policy = Policy(self.harness.policy.engine, self.recipe.rollouts, greedy=cfg.samples == 1)
-        draws = self.tasks.held_out(cfg.tasks)
-        found = await evaluate(Harness(policy, self.workers, self.builder.chat), draws, cfg.samples, self.recipe.seed)
+        harness, found = Harness(policy, self.workers, self.builder.chat), dict[str, float]()
+        for prefix, draws in self.tasks.evaluated().items():
+            found |= await evaluate(harness, draws, cfg.samples, self.recipe.seed, prefix)
         self.watch.evaluated(self.number, found)
 
     async def _push(self) -> None:

@@ -34,7 +34,8 @@ class SectionTasks:
         for level in self.rungs:
             if level not in self._kept:
                 raise self._refused(f"has no task of level {level}, which the ladder may reach")
-            self.held_out(held_out, level)
+            if held_out:
+                self.held_out(held_out, level)
 
     @property
     def rungs(self) -> list[int | None]:
@@ -65,6 +66,13 @@ class SectionTasks:
         seed = section.first_task + (place % section.tasks if section.tasks else place)
         return seed, section.level if level is None else level
 
+    def shown(self, place: int) -> tuple[int, int]:
+        """Seed and level of a task of the warm start."""
+        seed, level = self.at(place)
+        if (plan := self._section.shown) is not None:
+            seed = plan.first_task + (place % plan.tasks if plan.tasks else place)
+        return seed, level
+
     def held_out(self, count: int, level: int | None = None) -> list[tuple[int, int]]:
         """Seeds and levels of held-out tasks. With a file, none has the content of one of its tasks either."""
         if not self._kept:
@@ -88,10 +96,14 @@ class TaskSource:
     """Draws by the step's number. `environments`: those of the recipe, by name. Raises ConfigError."""
 
     def __init__(self, recipe: RLRecipe, environments: Mapping[str, Environment]) -> None:
-        self.recipe = recipe
+        self.recipe, cfg = recipe, recipe.evaluation
         self.sections = {
-            one.name: SectionTasks(one, environments.get(one.name), recipe.evaluation.tasks)
+            one.name: SectionTasks(one, environments.get(one.name), 0 if cfg.files else cfg.tasks)
             for one in recipe.environment
+        }
+        self._evaluated = {
+            name: {one.name: tasks_of(file, one.name, environments[one.name]) for one in recipe.environment}
+            for name, file in cfg.files.items()
         }
         self._mixture = Mixture({one.name: one.weight for one in recipe.environment})
         self._ladders = {
@@ -115,12 +127,26 @@ class TaskSource:
         return self._at(range(first + places.start, first + places.stop))
 
     def held_out(self, count: int) -> list[Draw]:
-        """Held-out tasks, `count` of each environment, at its present level."""
+        """The first held-out tasks, `count` of each environment, at its present level."""
         return [
             Draw(-1 - number, name, seed, level)
             for name, tasks in self.sections.items()
             for number, (seed, level) in enumerate(tasks.held_out(count, self._level(name)))
         ]
+
+    def evaluated(self) -> dict[str, list[Draw]]:
+        """What evaluations ask, by the beginning of its figures' names."""
+        cfg = self.recipe.evaluation
+        if not cfg.files:
+            return {"eval": self.held_out(cfg.tasks)}
+        return {
+            f"eval/{file}": [
+                Draw(-1 - number, name, task.seed, task.level)
+                for name, tasks in of_file.items()
+                for number, task in enumerate(tasks)
+            ]
+            for file, of_file in self._evaluated.items()
+        }
 
     def observe(self, groups: Sequence[Group]) -> None:
         """Ladders climb where a level's last rollouts were rewarded enough."""

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from glm5.model.glm5 import Glm5
 from glm5.rl.algorithms.table import preset_of
 from glm5.rl.build import PolicyBuilder, threads_of
 from glm5.rl.rollout import Group
+from glm5.rl.shown import shown_examples
 from glm5.rl.training.exact import ExactPass
 from glm5.rl.training.objective import Coefficients, RLObjective
 from glm5.rl.training.packing import batches_of, pack
@@ -71,13 +73,14 @@ class PolicyTrainer:
         plan = self.recipe.warm_start
         if plan is None:
             return
-        games = self.builder.shown_games(10**9, self.recipe.seed + 1)
-        for number in range(1, plan.steps + 1):
-            shown = [next(games) for _ in range(plan.conversations)]
-            examples = [self.builder.chat.conversation(messages, task.tools) for task, messages in shown]
-            losses = self.step.run([_supervised(examples).to(self.device)], plan.lr)
-            if number % 20 == 0:
-                logger.info("warm start, step %d: cross-entropy %.4g", number, losses["ce"])
+        with shown_examples(self.recipe, self.builder.assets) as shown:
+            for number in range(1, plan.steps + 1):
+                examples = list(islice(shown, plan.conversations))
+                packed = pack([ids for ids, _ in examples], self.recipe.pass_tokens)[0]
+                batches = [_supervised([examples[i] for i in indices]).to(self.device) for indices in packed]
+                losses = self.step.run(batches, plan.lr)
+                if number % 20 == 0:
+                    logger.info("warm start, step %d: cross-entropy %.4g", number, losses["ce"])
 
     def begin(self) -> None:
         """The first rollouts are about to be made: keep the reference, begin with a new optimizer state, and compute in

@@ -21,6 +21,8 @@ from glm5.rl.environments.single_turn import SingleTurn
 MAX_CHARS = 20_000
 """The longest program that is run."""
 SECONDS = 5.0
+MAX_KNOWN = 2048
+"""Programs whose results are remembered: replies of a group are often the same."""
 _BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 _RUNNER = b"""\
 import json, os, sys
@@ -49,6 +51,7 @@ class Coding(Environment):
     def __init__(self, boxes: Boxes = NO_BOXES) -> None:
         self._levels: Sequence[Level] = (EASY, MEDIUM, HARD)
         self._boxes = boxes
+        self._known: dict[tuple[str, str], list[Any]] = {}
         self.levels, self.sandbox_levels = len(self._levels), range(len(self._levels))
 
     def task(self, seed: int, level: int) -> Task:
@@ -75,20 +78,32 @@ class Coding(Environment):
         """What f returned, each as [value]; [] where it raised, and for a program that did not end well."""
         if not program or len(program) > MAX_CHARS:
             return []
+        key = program, json.dumps(inputs)
+        if (known := self._known.get(key)) is not None:
+            return known
         box = self._boxes.open()
         try:
             box.write("solution.py", program.encode(errors="replace"))
             box.write("run.py", _RUNNER)
-            done = box.run([self._boxes.python, "-B", "run.py"], timeout=SECONDS, stdin=json.dumps(inputs).encode())
+            done = box.run([self._boxes.python, "-B", "run.py"], timeout=SECONDS, stdin=key[1].encode())
         except OSError:
             return []
         finally:
             box.close()
-        try:
-            returned = json.loads(done.stdout.rpartition(b"\n")[2])
-        except (ValueError, RecursionError):
-            return []
-        return returned if isinstance(returned, list) else []
+        returned = _read(done.stdout)
+        if done.ended_by == "exit":  # another end may be an overloaded machine's fault
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = returned
+        return returned
+
+
+def _read(printed: bytes) -> list[Any]:
+    try:
+        returned = json.loads(printed.rpartition(b"\n")[2])
+    except (ValueError, RecursionError):
+        return []
+    return returned if isinstance(returned, list) else []
 
 
 def program_of(content: str) -> str:

@@ -87,6 +87,8 @@ def shuffled(number: int, size: int) -> int:
 class Questions(Environment):
     """An environment of questions that a number answers, reward 1 or 0."""
 
+    is_quick = True
+
     def __init__(self, name: str, levels: Sequence[Level]) -> None:
         self.name, self.levels, self._levels = name, len(levels), levels
 

@@ -45,6 +45,23 @@ def play_oracle(environment: Environment, task: Task) -> Played:
     return play(environment, task, lambda _: next(replies))
 
 
+def play_solution(environment: Environment, task: Task) -> list[list[Message]]:
+    """Each seat's conversation with the replies that earn the most; the last one is not scored, so that a program that
+    it holds needs no sandbox. Raises EpisodeFailed."""
+    replies = list(environment.oracle(task))
+    conversations: list[list[Message]] = [[] for _ in range(environment.num_seats)]
+    episode = environment.reset(task)
+    try:
+        turn = Turn(tuple(episode.messages))
+        for number, reply in enumerate(replies, start=1):
+            conversations[turn.seat] += [*turn.messages, as_message(reply)]
+            if number < len(replies):
+                turn = episode.step(reply)
+    finally:
+        episode.close()
+    return conversations
+
+
 def play_randomly(environment: Playable, task: Task, random: Random) -> Played:
     """With random legal replies."""
     return play(environment, task, lambda _: environment.random_reply(task, random))

@@ -56,7 +56,7 @@ class Worker:
     def _batch(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [self._result(json.loads(one)) for one in request["requests"]]
 
-    def _start(self, request: Mapping[str, Any]) -> dict[str, list[str]]:
+    def _start(self, request: Mapping[str, Any]) -> dict[str, list[Any]]:
         sys.path.extend(path for path in request["path"] if path not in sys.path)
         boxes = NO_BOXES
         if request["sandbox"] is not None:
@@ -66,7 +66,8 @@ class Worker:
             environment = make(name, boxes)
             self._environments |= {name: environment, environment.name: environment}
         scoring = [name for name, one in self._environments.items() if _scores_groups(one)]
-        return {"quick": [name for name, one in self._environments.items() if one.is_quick], "scoring": scoring}
+        quick = [(name, level) for name, one in self._environments.items() for level in _quick_levels(one)]
+        return {"quick": quick, "scoring": scoring}
 
     def _task(self, request: Mapping[str, Any]) -> dict[str, Any]:
         return as_json(self._environments[request["name"]].task(request["seed"], request["level"]))
@@ -94,6 +95,11 @@ class Worker:
     def _score_group(self, request: Mapping[str, Any]) -> list[float]:
         task = as_task(request["task"])
         return list(self._environments[task.environment].score_group(task, request["rewards"]))
+
+
+def _quick_levels(environment: Environment) -> list[int]:
+    levels = range(environment.levels) if environment.is_quick else ()
+    return [level for level in levels if level not in environment.sandbox_levels]
 
 
 def _scores_groups(environment: Environment) -> bool:

@@ -37,6 +37,9 @@ STEP_SECONDS = 120.0
 CLOSE_SECONDS = 10.0
 MAX_BATCH, MAX_BATCHED = 256, 8192  # requests that travel together, and characters of each: together below MAX_FRAME
 
+Kind = tuple[str, int]
+"""Of a task: its environment and level."""
+
 
 class EnvironmentWorkers:
     """Processes that run the episodes of these environments; use as an async context manager.
@@ -76,7 +79,7 @@ class EnvironmentWorkers:
     async def task(self, name: str, seed: int, level: int) -> Task:
         """The task of that seed and level."""
         worker = await self._freest().worker()
-        return as_task(await worker.ask("task", self._seconds, name, name=name, seed=seed, level=level))
+        return as_task(await worker.ask("task", self._seconds, (name, level), name=name, seed=seed, level=level))
 
     async def reset(self, task: Task) -> "RemoteEpisode":
         """Begin an episode. Raises EpisodeFailed, as all of these do."""
@@ -88,27 +91,27 @@ class EnvironmentWorkers:
     async def reset_all(self, task: Task, count: int) -> "list[RemoteEpisode | EpisodeFailed]":
         """Begin episodes of a task; a failure stands in the place of one that could not begin."""
         try:
-            is_quick = task.environment in (await self._freest().worker()).quick
+            is_quick = _kind_of(task) in (await self._freest().worker()).quick
         except EpisodeFailed as failure:
             return [failure] * count
         parts = [count] if is_quick else [1] * count
         return [one for part in await asyncio.gather(*(self._reset(task, n) for n in parts)) for one in part]
 
     async def _reset(self, task: Task, count: int) -> "list[RemoteEpisode | EpisodeFailed]":
-        slot, name = self._freest(), task.environment
+        slot, kind = self._freest(), _kind_of(task)
         numbers = [next(self._numbers) for _ in range(count)]
         slot.num_episodes += count
         num_begun = 0
         try:
             worker = await slot.worker()
-            begun = await worker.ask("reset", self._seconds, name, task=as_json(task), episodes=numbers)
+            begun = await worker.ask("reset", self._seconds, kind, task=as_json(task), episodes=numbers)
             num_begun = sum("value" in one for one in begun)
         except EpisodeFailed as failure:
             return [failure] * count
         finally:
             slot.num_episodes -= count - num_begun
         return [
-            RemoteEpisode(slot, worker, number, name, one["value"], self._seconds)
+            RemoteEpisode(slot, worker, number, kind, one["value"], self._seconds)
             if "value" in one
             else EpisodeFailed(*one["failed"])
             for number, one in zip(numbers, begun, strict=True)
@@ -119,9 +122,7 @@ class EnvironmentWorkers:
         worker = await self._freest().worker()
         if task.environment not in worker.scoring:
             return list(rewards)
-        return await worker.ask(
-            "score_group", self._seconds, task.environment, task=as_json(task), rewards=list(rewards)
-        )
+        return await worker.ask("score_group", self._seconds, _kind_of(task), task=as_json(task), rewards=list(rewards))
 
     def _freest(self) -> "_Slot":
         return min(self._slots, key=lambda slot: slot.num_episodes)
@@ -136,14 +137,14 @@ class RemoteEpisode:
         slot: "_Slot",
         worker: "_Worker",
         number: int,
-        environment: str,
+        kind: Kind,
         messages: Sequence[Message],
         step_seconds: float,
     ) -> None:
         self.messages = tuple(messages)
         self.step_seconds = step_seconds
         self._slot, self._worker, self._number, self.is_closed = slot, worker, number, False
-        self._environment = environment
+        self._kind = kind
 
     async def step(self, reply: Reply) -> Turn:
         """What the environment answers. Raises EpisodeFailed."""
@@ -167,7 +168,7 @@ class RemoteEpisode:
         self._slot.num_episodes -= 1
 
     async def _ask(self, op: str, **fields: Any) -> Any:
-        return await self._worker.ask(op, self.step_seconds, self._environment, episode=self._number, **fields)
+        return await self._worker.ask(op, self.step_seconds, self._kind, episode=self._number, **fields)
 
     async def __aenter__(self) -> Self:
         return self
@@ -176,6 +177,10 @@ class RemoteEpisode:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _kind_of(task: Task) -> Kind:
+    return task.environment, task.level
 
 
 class _Slot:
@@ -199,12 +204,12 @@ class _Slot:
 
 
 class _Worker:
-    """A process, and the requests that it has not answered. `quick`, `scoring`: names of environments whose requests
-    may travel together, and of those with rewards that depend on a whole group."""
+    """A process, and the requests that it has not answered. `quick`: tasks whose requests may travel together.
+    `scoring`: names of environments with rewards that depend on a whole group."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self.quick, self.scoring = frozenset[str](), frozenset[str]()
+        self.quick, self.scoring = frozenset[Kind](), frozenset[str]()
         self._batch, self._batch_answers = list[str](), asyncio.Future[list[Any]]()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers, self._turns = count(), asyncio.Semaphore(NUM_THREADS)
@@ -220,8 +225,8 @@ class _Worker:
         )
         worker = cls(process)
         try:
-            found = await worker.ask("start", START_SECONDS, "", **settings)
-            worker.quick, worker.scoring = frozenset(found["quick"]), frozenset(found["scoring"])
+            found = await worker.ask("start", START_SECONDS, None, **settings)
+            worker.quick, worker.scoring = frozenset(map(tuple, found["quick"])), frozenset(found["scoring"])
         except BaseException:
             await worker.end("it could not start")
             raise
@@ -231,9 +236,9 @@ class _Worker:
     def is_gone(self) -> bool:
         return bool(self._gone)
 
-    async def ask(self, op: str, seconds: float, environment: str, **fields: Any) -> Any:
-        """The answer to a request. Raises EpisodeFailed."""
-        if environment not in self.quick or len(request := json.dumps({"op": op, **fields})) > MAX_BATCHED:
+    async def ask(self, op: str, seconds: float, kind: Kind | None, **fields: Any) -> Any:
+        """The answer to a request about tasks of that kind. Raises EpisodeFailed."""
+        if kind not in self.quick or len(request := json.dumps({"op": op, **fields})) > MAX_BATCHED:
             return await self._ask(op, seconds, **fields)
         if not self._batch or len(self._batch) == MAX_BATCH:
             self._batch = list[str]()

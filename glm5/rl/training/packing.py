@@ -4,7 +4,7 @@ Sequences of similar length share a batch, because a pass pads its keys to the l
 tokens so padded, or one sequence. The packing depends on nothing but the sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from glm5.rl.training.sequences import TrainingSequence
 from glm5.train.batch import Batch
 
 
-def pack(sequences: Sequence[TrainingSequence], max_tokens: int, num_shards: int = 1) -> list[list[list[int]]]:
+def pack(sequences: Sequence[Sized], max_tokens: int, num_shards: int = 1) -> list[list[list[int]]]:
     """For each of `num_shards` ranks with rows of their own, its batches as lists of numbers of sequences.
 
     Every rank has the same number of batches, as passes that exchange parameters need. Where there are too few
@@ -70,5 +70,5 @@ def batch_of(sequences: Sequence[TrainingSequence]) -> Batch:
     return Batch(ids_T, torch.zeros(len(ids_T)), [len(one) for one in sequences], columns=columns, kept=kept)
 
 
-def _padded(sequences: Sequence[TrainingSequence], batch: Sequence[int]) -> int:
+def _padded(sequences: Sequence[Sized], batch: Sequence[int]) -> int:
     return len(batch) * max(len(sequences[i]) for i in batch)

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import pytest
 
+from glm5.rl.environments.boxes import Boxes
 from glm5.rl.environments.families import Level, shuffled
 from glm5.rl.environments.play import play, play_oracle
 from glm5.rl.environments.protocol import EpisodeFailed, Reply
@@ -118,6 +119,15 @@ def test_programs_run_apart_and_what_they_do_wrong_earns_nothing():
     partly = play(code, task, lambda _: Reply("def f(n):\n    return 31 * n + 23 if n < 50 else 0"))
     assert partly.rewards == [0.0]
     assert 0 < partly.last.metrics["passed"] < 1
+
+
+def test_a_program_that_ended_is_not_run_again_on_the_same_inputs():
+    opened: list[None] = []
+    code = make("code", Boxes(lambda: opened.append(None) or FOLDERS.open(), FOLDERS.python))
+    first, second = code.task(0, 0), code.task(8, 0)  # two affine functions
+    for task, right in ((first, 1.0), (first, 1.0), (second, 0.0), (first, 1.0)):
+        assert reward_of(code, task, first.data["source"]) == right
+    assert len(opened) == 2
 
 
 def test_programs_that_need_a_sandbox_fail_without_one():

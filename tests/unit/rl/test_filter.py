@@ -269,6 +269,29 @@ def test_a_recipe_has_one_source_of_tasks(tmp_path, settings, said):
         small_recipe(tmp_path, *settings)
 
 
+def test_no_more_is_measured_than_is_to_be_kept(tmp_path, case):
+    few = Case(tmp_path, THREE, keep=5)
+    assert few.measure() < len(few.tasks) / 2
+    assert Counter(name for name, *_ in few.kept()) == dict.fromkeys(WEIGHTS, 5)
+    assert few.kept() < case.kept()
+    for line in few.rates.table().splitlines()[1:]:
+        _, _, count, _, *verdicts = line.split()
+        assert int(count) == sum(map(int, verdicts))
+    assert few.measure() == 0  # by the same command
+    assert Case(tmp_path, THREE, keep=6).rates.missing("pass_rate")
+
+
+def test_the_tasks_of_files_are_evaluated(case):
+    case.kept()
+    recipe = case.with_file(FILES, f'evaluation.files={{trained="{case.rates.file}",others="{case.rates.file}"}}')
+    evaluated = TaskSource(recipe, case.environments).evaluated()
+    assert list(evaluated) == ["eval/trained", "eval/others"]
+    for draws in evaluated.values():
+        assert {(draw.environment, draw.seed, draw.level) for draw in draws} == case.kept()
+        assert max(draw.number for draw in draws) < 0  # no seed of a training step
+    assert list(TaskSource(case.with_file(FILES), case.environments).evaluated()) == ["eval"]
+
+
 SORT = ('environment=[{name="sort"}]', "rollouts.max_tokens=8")
 
 
@@ -292,7 +315,7 @@ def test_the_commands_of_the_guide(tmp_path):
     stronger = ["--stronger", str(tmp_path / "run-filter/policy"), "--stronger-min-pass-rate", "0"]
     done = subprocess.run(command(tmp_path, *stronger), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"sort +0 +30 +\d\.\d+ +0 +0 +0 +0 +30$", done.stdout, flags=re.MULTILINE), done.stdout
+    assert re.search(r"sort +0 +30 +\d\.\d+ +0 +0 +0 +0 +0 +30$", done.stdout, flags=re.MULTILINE), done.stdout
     assert done.stderr.count("rate: 30/30 task") >= 1, done.stderr
     line = 'environment=[{{name="sort",tasks_file="{}"}}]'.format(tmp_path / "run-filter/tasks.jsonl")
     run(small_recipe(tmp_path, line, SORT[1], "steps=1"))

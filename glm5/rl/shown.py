@@ -1,0 +1,124 @@
+"""Conversations that a model is first taught on, and that a tokenizer is learnt from: with replies that are random but
+legal, or the solution where an environment has no random ones."""
+
+import os
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from glm5.chat.template import ChatTemplate
+from glm5.chat.tokenizer import Tokenizer
+from glm5.common.errors import ConfigError, TrainingError
+from glm5.common.interrupt import end_with_parent
+from glm5.config.rl import RLRecipe
+from glm5.rl.environments.play import play_randomly, play_solution
+from glm5.rl.environments.protocol import Environment, EpisodeFailed, Message
+from glm5.rl.environments.table import make
+from glm5.rl.rollouts.chat import TokenChat
+from glm5.rl.tasks import TaskSource
+
+TOKENIZER_GAMES = 400
+"""Of each environment, from which a tokenizer is learnt."""
+AT_A_TIME = 64  # games that a process makes in one go
+
+Example = tuple[list[int], list[bool]]
+"""Token ids, and for each whether a reply has it."""
+Chat = tuple[list[Message], Sequence[Mapping[str, Any]]]
+"""Messages and tools."""
+
+
+class ShownGames:
+    """Of a recipe; the environments come in turn, each with the tasks of the warm start in turn."""
+
+    def __init__(self, recipe: RLRecipe, environments: Mapping[str, Environment], tasks: TaskSource) -> None:
+        self._recipe, self._environments, self._tasks = recipe, environments, tasks
+
+    def texts(self, template: ChatTemplate) -> Iterator[str]:
+        """What a tokenizer is learnt from: the messages, and prompts that list tools."""
+        for number in range(TOKENIZER_GAMES * len(self._recipe.environment)):
+            for messages, tools in self._chats(number, self._recipe.seed):
+                yield from (str(message.get("content") or "") for message in messages)
+                if tools:
+                    yield template.render(messages[:1], list(tools))
+
+    def examples(self, chat: TokenChat, numbers: Iterable[int]) -> list[Example]:
+        """Of the games with these numbers, in tokens."""
+        chats = (one for number in numbers for one in self._chats(number, self._recipe.seed + 1))
+        return [chat.conversation(messages, tools) for messages, tools in chats]
+
+    def _chats(self, number: int, seed: int) -> list[Chat]:
+        """Of each player of an episode. ConfigError for a solution that only a sandbox can play."""
+        sections = self._recipe.environment
+        name = sections[number % len(sections)].name
+        environment = self._environments[name]
+        task = environment.task(*self._tasks.sections[name].shown(number // len(sections)))
+        try:
+            if _is_random(environment):
+                chats = play_randomly(environment, task, Random(f"{seed} {number}")).conversations  # pyright: ignore[reportArgumentType]
+            else:
+                chats = play_solution(environment, task)
+        except EpisodeFailed as failure:
+            raise ConfigError(
+                f"environment {name}: level {task.level} cannot be shown to a new model: {failure.reason}; allowed: a "
+                "lower level, or model.checkpoint without warm_start"
+            ) from None
+        return [(messages, task.tools) for messages in chats]
+
+
+@contextmanager
+def shown_examples(recipe: RLRecipe, assets: Path) -> Iterator[Iterator[Example]]:
+    """The warm start's conversations in tokens, without end. With several `workers` of the recipe, as many processes
+    make the next ones meanwhile. `assets`: the folder of the tokenizer. TrainingError where one is killed."""
+    where = recipe.model_dump_json(), assets
+    if recipe.workers == 1:
+        yield (example for first in count(0, AT_A_TIME) for example in _examples(where, first))
+        return
+    # Spawned: a process that has used a GPU must not fork.
+    pool = ProcessPoolExecutor(recipe.workers, get_context("spawn"), _start_worker, (os.getpid(),))
+    try:
+        yield _in_order(pool, where, 2 * recipe.workers)
+    except BrokenProcessPool:
+        raise TrainingError("a process that makes conversations to show was killed (out of memory?)") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _in_order(pool: ProcessPoolExecutor, where: tuple[str, Path], ahead: int) -> Iterator[Example]:
+    coming: deque[Future[list[Example]]] = deque()
+    for first in count(0, AT_A_TIME):
+        coming.append(pool.submit(_examples, where, first))
+        if len(coming) > ahead:
+            yield from coming.popleft().result()
+
+
+def _examples(where: tuple[str, Path], first: int) -> list[Example]:
+    shown, chat = _shown(where)
+    return shown.examples(chat, range(first, first + AT_A_TIME))
+
+
+@lru_cache(maxsize=1)
+def _shown(where: tuple[str, Path]) -> tuple[ShownGames, TokenChat]:
+    text, assets = where
+    recipe = RLRecipe.model_validate_json(text)
+    environments = {one.name: make(one.name) for one in recipe.environment}
+    template = ChatTemplate.for_checkpoint(assets, tokenizer=Tokenizer.from_dir(assets))
+    chat = TokenChat(template, enable_thinking=recipe.rollouts.enable_thinking)
+    return ShownGames(recipe, environments, TaskSource(recipe, environments)), chat
+
+
+def _start_worker(parent: int) -> None:
+    end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+
+
+def _is_random(environment: Environment) -> bool:
+    return hasattr(environment, "random_reply")

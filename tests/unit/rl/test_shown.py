@@ -1,0 +1,58 @@
+"""What a new model is taught on: solutions, of the tasks that the recipe names, whoever makes them."""
+
+from itertools import islice
+
+import pytest
+
+from glm5.common.errors import ConfigError
+from glm5.rl.build import PolicyBuilder
+from glm5.rl.environments.play import play_oracle, play_solution
+from glm5.rl.environments.table import make
+from glm5.rl.shown import shown_examples
+from tests.support.rl_recipe import small_recipe
+
+DOMAINS = 'environment=[{name="math",shown={first_task=7,tasks=2}},{name="code"},{name="tools",first_task=3}]'
+
+
+@pytest.fixture
+def builder(tmp_path) -> PolicyBuilder:
+    return PolicyBuilder(small_recipe(tmp_path, DOMAINS, "model.config.vocab_size=600"), tmp_path)
+
+
+def test_a_solution_is_the_episode_without_its_score():
+    for name in ("math", "science", "tools"):
+        environment = make(name)
+        for seed in range(6):
+            task = environment.task(seed, 0)
+            assert play_solution(environment, task) == play_oracle(environment, task).conversations
+
+
+def test_replies_of_the_named_tasks_are_marked(builder):
+    with shown_examples(builder.recipe, builder.assets) as shown:
+        examples = list(islice(shown, 12))
+    said = [
+        builder.tokenizer.decode([i for i, mark in zip(ids, marks, strict=True) if mark]) for ids, marks in examples
+    ]
+    math, code, tools = (make(name) for name in ("math", "code", "tools"))
+    for place in range(4):
+        assert f"{math.oracle(math.task(7 + place % 2, 0))[0].content}<|user|>" == said[3 * place]
+        assert code.task(place, 0).data["source"] in said[3 * place + 1]
+        (call,) = tools.task(3 + place, 0).data["calls"]
+        assert f"<tool_call>{call['function']['name']}" in said[3 * place + 2]
+    prompt = builder.tokenizer.decode(examples[2][0])
+    assert len(examples[2][0]) < len(prompt) / 3  # the tokenizer has learnt the list of tools
+
+
+def test_what_only_a_sandbox_can_play_is_refused(tmp_path):
+    recipe = small_recipe(tmp_path, 'environment=[{name="tools",level=2}]', "model.config.vocab_size=600")
+    with pytest.raises(
+        ConfigError, match="environment tools: level 2 cannot be shown to a new model: .* a lower level"
+    ):
+        PolicyBuilder(recipe, tmp_path)
+
+
+@pytest.mark.slow
+def test_processes_make_what_one_does(builder):
+    recipe = builder.recipe.model_copy(update={"workers": 2})
+    with shown_examples(builder.recipe, builder.assets) as alone, shown_examples(recipe, builder.assets) as together:
+        assert list(islice(alone, 150)) == list(islice(together, 150))
