@@ -20,6 +20,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import ConfigError, TrainingError
 from glm5.common.interrupt import end_with_parent
 from glm5.config.rl import RLRecipe
+from glm5.rl.environments.mixture import Mixture
 from glm5.rl.environments.play import play_randomly, play_solution
 from glm5.rl.environments.protocol import Environment, EpisodeFailed, Message
 from glm5.rl.environments.table import make
@@ -37,10 +38,11 @@ Chat = tuple[list[Message], Sequence[Mapping[str, Any]]]
 
 
 class ShownGames:
-    """Of a recipe; the environments come in turn, each with the tasks of the warm start in turn."""
+    """Of a recipe: environments by weight, the tasks of each in turn."""
 
     def __init__(self, recipe: RLRecipe, environments: Mapping[str, Environment], tasks: TaskSource) -> None:
         self._recipe, self._environments, self._tasks = recipe, environments, tasks
+        self._mixture = Mixture({one.name: one.weight for one in recipe.environment})
 
     def texts(self, template: ChatTemplate) -> Iterator[str]:
         """What a tokenizer is learnt from: the messages, and prompts that list tools."""
@@ -57,10 +59,9 @@ class ShownGames:
 
     def _chats(self, number: int, seed: int) -> list[Chat]:
         """Of each player of an episode. ConfigError for a solution that only a sandbox can play."""
-        sections = self._recipe.environment
-        name = sections[number % len(sections)].name
+        name = self._mixture.draw(number).environment
         environment = self._environments[name]
-        task = environment.task(*self._tasks.sections[name].shown(number // len(sections)))
+        task = environment.task(*self._tasks.sections[name].shown(number))
         try:
             if _is_random(environment):
                 chats = play_randomly(environment, task, Random(f"{seed} {number}")).conversations  # pyright: ignore[reportArgumentType]

@@ -34,7 +34,12 @@ def copy_rate(source: torch.Tensor, target: torch.Tensor, times: int = 4) -> flo
     return times * source.nbytes / (time.perf_counter() - began) / GB
 
 
-def test_a_full_size_layer_is_pushed(tmp_path, device="cuda"):
+def test_a_full_size_layer_is_pushed(tmp_path):
+    push(tmp_path, "cuda")
+
+
+def push(tmp_path, device: str) -> None:
+    """Print what pushes and copies take."""
     cfg = one_layer(device)
     (tmp_path / "config.json").write_text(json.dumps(cfg.to_dict()))
     model = dummy(cfg, fp8=False, device=device, seed=1)

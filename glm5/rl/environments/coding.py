@@ -8,11 +8,13 @@ output without end) earns 0. The reward is 1 if all inputs give the right result
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
+from threading import Lock
 from typing import Any
 
-from glm5.rl.environments.boxes import NO_BOXES, Boxes
+from glm5.rl.environments.boxes import NO_BOXES, Boxes, Completed
 from glm5.rl.environments.families import Level
 from glm5.rl.environments.programs import EASY, HARD, MEDIUM, Program
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
@@ -21,7 +23,7 @@ from glm5.rl.environments.single_turn import SingleTurn
 MAX_CHARS = 20_000
 """The longest program that is run."""
 SECONDS = 5.0
-MAX_KNOWN = 2048
+MAX_RUNS = 2048
 """Programs whose results are remembered: replies of a group are often the same."""
 _BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 _RUNNER = b"""\
@@ -43,6 +45,14 @@ finally:
 """
 
 
+@dataclass
+class _Run:
+    """A program on its inputs, and what it returned once it has ended. `lock`: of whoever runs it."""
+
+    lock: Lock = field(default_factory=Lock)
+    returned: list[Any] | None = None
+
+
 class Coding(Environment):
     """`boxes`: where programs run."""
 
@@ -51,7 +61,8 @@ class Coding(Environment):
     def __init__(self, boxes: Boxes = NO_BOXES) -> None:
         self._levels: Sequence[Level] = (EASY, MEDIUM, HARD)
         self._boxes = boxes
-        self._known: dict[tuple[str, str], list[Any]] = {}
+        self._runs: dict[tuple[str, str], _Run] = {}
+        self._lock = Lock()
         self.levels, self.sandbox_levels = len(self._levels), range(len(self._levels))
 
     def task(self, seed: int, level: int) -> Task:
@@ -75,27 +86,35 @@ class Coding(Environment):
         return Turn(is_done=True, rewards={"right": float(passed == 1)}, metrics={"passed": passed})
 
     def _returned(self, program: str, inputs: Sequence[Any]) -> list[Any]:
-        """What f returned, each as [value]; [] where it raised, and for a program that did not end well."""
+        """What f returned, each as [value]; [] where it raised, and for a program that did not end well. A program runs
+        once on the same inputs, unless it did not end by itself: that may be an overloaded machine's fault."""
         if not program or len(program) > MAX_CHARS:
             return []
         key = program, json.dumps(inputs)
-        if (known := self._known.get(key)) is not None:
-            return known
+        with self._lock:
+            if len(self._runs) >= MAX_RUNS:
+                self._runs.clear()
+            run = self._runs.setdefault(key, _Run())
+        with run.lock:
+            if run.returned is None:
+                done = self._run(*key)
+                returned = [] if done is None else _read(done.stdout)
+                if done is None or done.ended_by != "exit":
+                    return returned
+                run.returned = returned
+            return run.returned
+
+    def _run(self, program: str, inputs: str) -> Completed | None:
+        """How it ended; None where it broke its box."""
         box = self._boxes.open()
         try:
             box.write("solution.py", program.encode(errors="replace"))
             box.write("run.py", _RUNNER)
-            done = box.run([self._boxes.python, "-B", "run.py"], timeout=SECONDS, stdin=key[1].encode())
+            return box.run([self._boxes.python, "-B", "run.py"], timeout=SECONDS, stdin=inputs.encode())
         except OSError:
-            return []
+            return None
         finally:
             box.close()
-        returned = _read(done.stdout)
-        if done.ended_by == "exit":  # another end may be an overloaded machine's fault
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            self._known[key] = returned
-        return returned
 
 
 def _read(printed: bytes) -> list[Any]:

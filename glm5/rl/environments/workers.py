@@ -83,22 +83,24 @@ class EnvironmentWorkers:
 
     async def reset(self, task: Task) -> "RemoteEpisode":
         """Begin an episode. Raises EpisodeFailed, as all of these do."""
-        (episode,) = await self._reset(task, 1)
+        (episode,) = await self._reset(self._freest(), task, 1)
         if isinstance(episode, EpisodeFailed):
             raise episode
         return episode
 
     async def reset_all(self, task: Task, count: int) -> "list[RemoteEpisode | EpisodeFailed]":
-        """Begin episodes of a task; a failure stands in the place of one that could not begin."""
+        """Begin episodes of a task in one worker, which then knows what is the same in them; a failure stands in the
+        place of one that could not begin."""
+        slot = self._freest()
         try:
-            is_quick = _kind_of(task) in (await self._freest().worker()).quick
+            is_quick = _kind_of(task) in (await slot.worker()).quick
         except EpisodeFailed as failure:
             return [failure] * count
         parts = [count] if is_quick else [1] * count
-        return [one for part in await asyncio.gather(*(self._reset(task, n) for n in parts)) for one in part]
+        return [one for part in await asyncio.gather(*(self._reset(slot, task, n) for n in parts)) for one in part]
 
-    async def _reset(self, task: Task, count: int) -> "list[RemoteEpisode | EpisodeFailed]":
-        slot, kind = self._freest(), _kind_of(task)
+    async def _reset(self, slot: "_Slot", task: Task, count: int) -> "list[RemoteEpisode | EpisodeFailed]":
+        kind = _kind_of(task)
         numbers = [next(self._numbers) for _ in range(count)]
         slot.num_episodes += count
         num_begun = 0

@@ -26,6 +26,9 @@ from glm5.model.lowering import rows_are_alone, use_invariant
 from glm5.model.moe import MoE
 from glm5.model.seams import Selection
 
+MOST_ROWS = 2**15
+"""Rows that go through the model at once: kernels have a program for each, and a grid at most 65,535 of them."""
+
 
 @dataclass
 class Trace:
@@ -49,9 +52,9 @@ class EnginePass:
         if not self.is_native:
             use_invariant(model)
         form = FusedModel(model, model.cfg.max_position_embeddings) if fused else None
-        # All rows at once, where a row does not depend on how many there are.
+        # As many rows as possible, where a row does not depend on how many there are.
         is_whole = self.is_native or rows_are_alone(model)
-        self.passes = Passes(model, None if is_whole else pass_rows(model.device), form)
+        self.passes = Passes(model, MOST_ROWS if is_whole else pass_rows(model.device), form)
         self._pass_rows = pass_rows(model.device)
         self.arithmetic = arithmetic_of(model, is_native=self.is_native)
         self._layers = list(model.model.layers)[: model.cfg.num_hidden_layers]

@@ -19,7 +19,8 @@ RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("rl-*.toml"))
 def test_every_recipe_loads(path):
     recipe = read_rl_recipe(path)
     assert recipe.name == path.stem
-    estimate(recipe)
+    if recipe.model.checkpoint is None:  # else another recipe makes what it needs
+        estimate(recipe)
 
 
 @pytest.mark.parametrize(
