@@ -28,6 +28,8 @@ from glm5.model.moe import MoE
 from glm5.model.seams import Selection
 from glm5.rl.training.prefixes import Index, Prefixes
 
+_MOST_ROWS = 2**15  # at once: a GPU's grid has at most 65,535 tiles of rows
+
 
 @dataclass
 class Trace:
@@ -78,9 +80,11 @@ class EnginePass:
         for wave in prefixes.waves():
             for number in wave:
                 _share(cache, table_BP, int(prefixes.source_B[number]), number, int(prefixes.shared_B[number]))
-            places.append((is_first_T & np.isin(row_T, wave)).nonzero()[0])
-            view = self._view(cache, table_BP, row_T[places[-1]], position_T[places[-1]], max(lengths))
-            traces.append(self._trace(ids_T[upload(places[-1], ids_T.device)], view))
+            rows = (is_first_T & np.isin(row_T, wave)).nonzero()[0]
+            for place_T in np.split(rows, range(_MOST_ROWS, len(rows), _MOST_ROWS)):
+                view = self._view(cache, table_BP, row_T[place_T], position_T[place_T], max(lengths))
+                traces.append(self._trace(ids_T[upload(place_T, ids_T.device)], view))
+                places.append(place_T)
         return _in_order(traces, upload(np.argsort(np.concatenate(places)), ids_T.device))
 
     def _trace(self, ids_T: Tensor, view: StepView) -> Trace:

@@ -31,6 +31,9 @@ from glm5.rl.training.engine_pass import EnginePass
 from glm5.rl.training.graft import graft
 from glm5.rl.training.prefixes import Prefixes, SharedView
 
+WAVE_ON_CPU, WAVE_ON_GPU = 64, 4096
+"""Tokens that are computed in the time that a wave of the engine's pass costs: on a GPU its kernels are launched."""
+
 
 class ExactPass:
     """Of `model`, as `glm5.load` gives it, on one device. `threads`: of the engine (`EngineConfig.num_threads`).
@@ -74,7 +77,7 @@ class ExactPass:
         if self._shared.has_changed(closely=True):
             self._shared.adopt()
             self.engine.weights_changed()
-        prefixes, model = Prefixes.of(ids_T.cpu().numpy(), lengths), self.model
+        prefixes, model = self._prefixes(ids_T, lengths), self.model
         trace = self.engine.run(ids_T, lengths, prefixes)
         cfg, trunk = model.cfg, model.model
         view = SharedView(lengths, prefixes, ids_T.device)
@@ -84,11 +87,16 @@ class ExactPass:
         for layer, keys_UK, after_UD in zip(trunk.layers, trace.keys, trace.streams[1:], strict=False):
             assert isinstance(layer, DecoderLayer), f"{type(layer)=}"
             expert_UA = next(experts) if isinstance(layer.mlp, MoE) else None
-            reads_all = view.max_len <= cfg.index_topk or keys_UK is None
-            selection = Selection(None if reads_all else view.spread(keys_UK))
-            run = partial(_run, layer, rope=rope, view=view, selection=selection, expert_UA=expert_UA)
+            keys_TK = None if keys_UK is None or view.max_len <= cfg.index_topk else view.spread(keys_UK)
+            run = partial(_run, layer, rope=rope, view=view, selection=Selection(keys_TK), expert_UA=expert_UA)
             x_UD = graft(after_UD, run, x_UD, list(layer.parameters()))
         return view.spread(graft(trace.hidden_UD, trunk.norm, x_UD, [trunk.norm.weight]))
+
+    def _prefixes(self, ids_T: Tensor, lengths: list[int]) -> Prefixes:
+        """What the sequences share, where computing it first costs less than computing it again."""
+        found = Prefixes.of(ids_T.cpu().numpy(), lengths)
+        wave = WAVE_ON_CPU if ids_T.is_cpu else WAVE_ON_GPU
+        return found if found.num_saved > wave * (len(found.waves()) - 1) else Prefixes.none(lengths)
 
     def logprobs(
         self,

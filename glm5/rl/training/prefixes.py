@@ -57,6 +57,17 @@ class Prefixes:
         number_T = (np.cumsum(is_first_T) - 1)[owner_T]
         return cls(is_first_T.nonzero()[0], number_T, shared_B, source_B)
 
+    @classmethod
+    def none(cls, lengths: Sequence[int]) -> "Prefixes":
+        """Nothing is shared, whatever sequences of these lengths have in common."""
+        place_T, count = np.arange(sum(lengths)), len(lengths)
+        return cls(place_T, place_T, np.zeros(count, np.int64), np.full(count, -1))
+
+    @property
+    def num_saved(self) -> int:
+        """Tokens that need not be computed."""
+        return len(self.number_T) - len(self.place_U)
+
     def waves(self) -> list[Index]:
         """Sequences in the order in which they can be computed: those of a wave read from earlier waves alone."""
         wave_B = np.zeros_like(self.source_B)
