@@ -85,7 +85,7 @@ class EnginePass:
                 view = self._view(cache, table_BP, row_T[place_T], position_T[place_T], max(lengths))
                 traces.append(self._trace(ids_T[upload(place_T, ids_T.device)], view))
                 places.append(place_T)
-        return _in_order(traces, upload(np.argsort(np.concatenate(places)), ids_T.device))
+        return _in_order(traces, upload(np.argsort(prefixes.number_T[np.concatenate(places)]), ids_T.device))
 
     def _trace(self, ids_T: Tensor, view: StepView) -> Trace:
         """Of the rows of a view, which may be followed by padding."""
@@ -183,7 +183,7 @@ def _share(cache: KVCache, table_BP: Index, source: int, number: int, count: int
 
 
 def _in_order(traces: Sequence[Trace], order_U: Tensor) -> Trace:
-    """The traces of all waves as one, by the places of its rows."""
+    """The traces of all waves as one."""
     streams = [torch.cat(parts)[order_U] for parts in zip(*(trace.streams for trace in traces), strict=True)]
     keys = list[Tensor | None]()
     for parts in zip(*(trace.keys for trace in traces), strict=True):

@@ -87,8 +87,8 @@ class ExactPass:
         for layer, keys_UK, after_UD in zip(trunk.layers, trace.keys, trace.streams[1:], strict=False):
             assert isinstance(layer, DecoderLayer), f"{type(layer)=}"
             expert_UA = next(experts) if isinstance(layer.mlp, MoE) else None
-            keys_TK = None if keys_UK is None or view.max_len <= cfg.index_topk else view.spread(keys_UK)
-            run = partial(_run, layer, rope=rope, view=view, selection=Selection(keys_TK), expert_UA=expert_UA)
+            selection = Selection(None if view.max_len <= cfg.index_topk else keys_UK)
+            run = partial(_run, layer, rope=rope, view=view, selection=selection, expert_UA=expert_UA)
             x_UD = graft(after_UD, run, x_UD, list(layer.parameters()))
         return view.spread(graft(trace.hidden_UD, trunk.norm, x_UD, [trunk.norm.weight]))
 

@@ -22,7 +22,8 @@ Index = NDArray[np.int64]
 class Prefixes:
     """Of B packed sequences with T tokens, U of which end a prefix that none before has.
 
-    place_U: where in the batch they are, ascending. number_T: for each token, which of them ends the same prefix.
+    place_U: where in the batch they are, those of a sequence in order, and sequences by how many they own: attention
+    joins runs of equal length. number_T: for each token, which of them ends the same prefix.
     shared_B: the tokens at the start of each sequence that belong to earlier ones; source_B: an earlier sequence that
     begins with all of these, -1 where there are none.
     """
@@ -53,9 +54,12 @@ class Prefixes:
             shared_B[alike[follows]], source_B[alike[follows]] = depth, owner[follows]
             is_shared = count[prefix] > 1
             alike, prefix = alike[is_shared], prefix[is_shared]
-        is_first_T = owner_T == np.arange(len(ids_T))
-        number_T = (np.cumsum(is_first_T) - 1)[owner_T]
-        return cls(is_first_T.nonzero()[0], number_T, shared_B, source_B)
+        place_U = (owner_T == np.arange(len(ids_T))).nonzero()[0]
+        num_own_U = np.repeat(length_B - shared_B, length_B)[place_U]
+        place_U = place_U[np.argsort(num_own_U, kind="stable")]
+        number_T = np.zeros_like(owner_T)
+        number_T[place_U] = np.arange(len(place_U))
+        return cls(place_U, number_T[owner_T], shared_B, source_B)
 
     @classmethod
     def none(cls, lengths: Sequence[int]) -> "Prefixes":
@@ -77,28 +81,25 @@ class Prefixes:
 
 
 class SharedView(PackedView):
-    """The view of a forward pass over the U distinct rows: every sequence reads its keys among them. Selections that it
-    is given are those of all T tokens."""
+    """The view of a forward pass over the U distinct rows: every sequence reads its keys among them."""
 
     def __init__(self, lengths: list[int], prefixes: Prefixes, device: torch.device):
         super().__init__(lengths, device)
         self._place_U = torch.from_numpy(prefixes.place_U).to(device)
         self._number_T = torch.from_numpy(prefixes.number_T).to(device)
-        self.positions_T = self.first(self.positions_T)
+        self._is_all = len(prefixes.place_U) == sum(lengths)
+        self.positions_T, self.row_T, self.end_T = map(self.first, (self.positions_T, self.row_T, self.end_T))
 
     def first(self, rows_TX: Tensor) -> Tensor:
         """Of rows of all tokens, the distinct ones."""
-        return rows_TX if len(self._place_U) == len(self._number_T) else rows_TX.index_select(0, self._place_U)
+        return rows_TX if self._is_all else rows_TX.index_select(0, self._place_U)
 
     def spread(self, rows_UX: Tensor) -> Tensor:
         """Distinct rows as rows of all tokens."""
-        return rows_UX if len(self._place_U) == len(self._number_T) else rows_UX.index_select(0, self._number_T)
+        return rows_UX if self._is_all else rows_UX.index_select(0, self._number_T)
 
     def append_latent(self, layer_idx: int, latent_TL: Tensor) -> None:
         super().append_latent(layer_idx, self.spread(latent_TL))
-
-    def attend(self, layer_idx: int, q_THL: Tensor, selection: Selection, *, scale: float, value_dim: int) -> Tensor:
-        return self.first(super().attend(layer_idx, self.spread(q_THL), selection, scale=scale, value_dim=value_dim))
 
     def attend_expanded(
         self, layer_idx: int, q_THX: Tensor, w_k_HNC: Tensor, w_v_HVC: Tensor, selection: Selection, *, scale: float

@@ -32,9 +32,11 @@ def test_each_prefix_belongs_to_the_first_that_has_it(rng):
         found = prefixes_of(sequences)
         ends = [tuple(ids[: end + 1]) for ids in sequences for end in range(len(ids))]
         first = {end: place for place, end in reversed(list(enumerate(ends)))}
-        assert found.place_U.tolist() == sorted(first.values())
+        assert sorted(found.place_U.tolist()) == sorted(first.values())
         assert found.place_U[found.number_T].tolist() == [first[end] for end in ends]
         owner = [number for number, ids in enumerate(sequences) for _ in ids]
+        num_own = [len(sequences[owner[place]]) - found.shared_B[owner[place]] for place in found.place_U]
+        assert num_own == sorted(num_own)
         for number, ids in enumerate(sequences):
             shared = [owner[first[tuple(ids[: end + 1])]] < number for end in range(len(ids))]
             assert found.shared_B[number] == sum(shared) == ([*shared, False]).index(False)
