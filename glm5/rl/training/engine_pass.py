@@ -81,7 +81,8 @@ class EnginePass:
             for number in wave:
                 _share(cache, table_BP, int(prefixes.source_B[number]), number, int(prefixes.shared_B[number]))
             rows = (is_first_T & np.isin(row_T, wave)).nonzero()[0]
-            for place_T in np.split(rows, range(_MOST_ROWS, len(rows), _MOST_ROWS)):
+            for first in range(0, len(rows), _MOST_ROWS):  # none where all of it is shared
+                place_T = rows[first : first + _MOST_ROWS]
                 view = self._view(cache, table_BP, row_T[place_T], position_T[place_T], max(lengths))
                 traces.append(self._trace(ids_T[upload(place_T, ids_T.device)], view))
                 places.append(place_T)

@@ -61,6 +61,15 @@ def test_a_single_sequence_shares_nothing():
     assert (found.place_U.tolist(), found.number_T.tolist(), len(found.waves())) == ([0, 1, 2], [0, 1, 2], 1)
 
 
+@torch.no_grad()
+def test_equal_sequences_are_computed_once(seed):
+    exact = ExactPass(random_model(seed, preset("nano")), threads=1)
+    ids = [3, 1, 4, 1, 5] * 20
+    one, two = exact.hidden(torch.tensor(ids + ids), [100, 100]).split(100)
+    assert torch.equal(one, two)
+    assert torch.equal(one, exact.hidden(torch.tensor(ids), [100]))
+
+
 @pytest.mark.parametrize("fault", [False, True])
 @torch.no_grad()
 def test_shared_tokens_have_the_bits_of_their_own(fault, seed, rng, monkeypatch):
