@@ -41,8 +41,8 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: Salt) -> Iterator[
 
 
 class Node:
-    """A page and its token ids. `is_kept` until the page leaves the tree. A root has no page (-1). `partial_lengths`: the
-    numbers of tokens of partial pages among its children, also of former ones."""
+    """A page and its token ids. `is_kept` until the page leaves the tree. A root has no page (-1).
+    `partial_lengths`: the numbers of tokens of partial pages among its children, also of former ones."""
 
     __slots__ = ("children", "is_kept", "key", "page", "parent", "partial_lengths", "salt", "tokens")
 
