@@ -99,6 +99,8 @@ class AlgorithmSection(Section):
     """Of the algorithm, such as beta = 2."""
     entropy: NotNegative = 0.0
     """Factor of the entropy bonus."""
+    final_entropy: NotNegative | None = None
+    """Factor in the last step, towards which it falls linearly. Default: the same."""
     reference_kl: NotNegative = 0.0
     """Factor of the KL divergence to the model that the run began with. The report has none."""
     steps_per_batch: Count = 1
@@ -224,9 +226,14 @@ class RLRecipe(Section):
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
-        last = self.lr if self.final_lr is None else self.final_lr
-        falling = self.lr + (last - self.lr) * step / max(1, self.steps - 1)
-        return falling * min(1.0, (step + 1) / (self.lr_warmup_steps + 1))
+        return self._at(step, self.lr, self.final_lr) * min(1.0, (step + 1) / (self.lr_warmup_steps + 1))
+
+    def entropy_at(self, step: int) -> float:
+        """The factor of the entropy bonus of a step, counted from 0."""
+        return self._at(step, self.algorithm.entropy, self.algorithm.final_entropy)
+
+    def _at(self, step: int, first: float, last: float | None) -> float:
+        return first if last is None else first + (last - first) * step / max(1, self.steps - 1)
 
 
 def read_rl_recipe(path: str | Path, settings: tuple[str, ...] = ()) -> RLRecipe:

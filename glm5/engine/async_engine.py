@@ -14,8 +14,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import copy_context
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 from weakref import WeakKeyDictionary
@@ -158,19 +158,20 @@ class Generation:
     """The result of `AsyncEngine.generate`. `async with` gives its deltas. It can also be iterated directly, but then
     leaving the loop early aborts the request only when the iterator is garbage-collected."""
 
-    def __init__(self, block: AbstractAsyncContextManager[AsyncIterator[Delta]]):
-        self._block = block
+    def __init__(self, begin: Callable[[], tuple[Deltas, Request]], end: Callable[[Request], None]):
+        self._begin, self._end = begin, end
 
     async def __aenter__(self) -> AsyncIterator[Delta]:
-        return await self._block.__aenter__()
+        deltas, self._request = self._begin()
+        return deltas
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._block.__aexit__(kind, error, trace)
+    ) -> None:
+        self._end(self._request)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        async with self._block as deltas:
+        async with self as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -282,21 +283,20 @@ class AsyncEngine:
     ) -> Generation:
         """Deltas of the answers to one prompt; the last of each `index` has a finish_reason. Leaving the block early
         aborts the request. `options`: fields of `Options`, such as priority. `stream_interval`: tokens that a delta has
-        at least, except for an answer's first and last.
+        at least, except for an answer's first and last. With `output_kind` FINAL_ONLY an answer is one delta.
 
         Entering raises RequestError for a request that cannot be served and EngineDead when the engine is not running.
         """
-        return Generation(self._generate(prompt_ids, params, request_id, stream_interval, options))
+        return Generation(partial(self._begin, prompt_ids, params, request_id, stream_interval, options), self._end)
 
-    @asynccontextmanager
-    async def _generate(
+    def _begin(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
         request_id: str | None,
         interval: int,
         options: Mapping[str, Any],
-    ) -> AsyncIterator[AsyncIterator[Delta]]:
+    ) -> tuple[Deltas, Request]:
         self._check_running()
         checked = options_of(options)
         if not isinstance(request_id, (str, type(None))):
@@ -314,11 +314,11 @@ class AsyncEngine:
 
         request = self._client.submit(prompt_ids, params, checked, deliver, request_id, interval)
         self._requests.add(request)
-        try:
-            yield stream
-        finally:
-            self._requests.discard(request)
-            self._client.abort(request)
+        return stream, request
+
+    def _end(self, request: Request) -> None:
+        self._requests.discard(request)
+        self._client.abort(request)
 
     def abort(self, request_id: str) -> int:
         """End all requests of this id; their last deltas have finish_reason "abort". Returns how many requests."""
@@ -396,4 +396,6 @@ class AsyncEngine:
         """That of the running event loop."""
         event_loop = asyncio.get_running_loop()
         with self._lock:
-            return self._dispatches.setdefault(event_loop, _Dispatch(event_loop))
+            if (dispatch := self._dispatches.get(event_loop)) is None:
+                dispatch = self._dispatches[event_loop] = _Dispatch(event_loop)
+            return dispatch

@@ -9,6 +9,7 @@ engine's deterministic mode answers depend on nothing else, so a killed run goes
 """
 
 import asyncio
+import gc
 import json
 import logging
 import shutil
@@ -116,6 +117,8 @@ class Run:
             with Watch(self.out, self.recipe, self.number) as self.watch, interrupts as interrupted:
                 try:
                     await self._start_engine()
+                    gc.collect()
+                    gc.freeze()  # what is there stays; no collection needs to visit it again
                     await self._steps(interrupted)
                 finally:
                     if self.engine is not None:

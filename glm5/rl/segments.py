@@ -36,9 +36,13 @@ class Segment:
     def check(self) -> None:
         """ValueError where columns and tokens do not fit each other."""
         count = len(self.token_ids)
-        for name, allowed in (("logprobs", {count}), ("versions", {count}), ("key_versions", {0, count})):
-            got, wanted = len(getattr(self, name)), allowed if self.is_sampled else {0}
-            if got not in wanted:
+        wanted = count if self.is_sampled else 0
+        for name, got, allowed in (
+            ("logprobs", len(self.logprobs), (wanted,)),
+            ("versions", len(self.versions), (wanted,)),
+            ("key_versions", len(self.key_versions), (0, wanted)),
+        ):
+            if got not in allowed:
                 raise ValueError(f"a segment of {count} tokens, sampled: {self.is_sampled}, has {got} {name}")
         if self.kept is not None and len(self.kept) != count:
             raise ValueError(f"a segment of {count} tokens has {len(self.kept)} kept vocabularies")

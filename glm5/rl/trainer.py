@@ -56,8 +56,7 @@ class PolicyTrainer:
         algorithm = recipe.algorithm
         self.preset = preset_of(algorithm.name, algorithm.parameters)
         self._scored = ScoreKeeper()
-        coefficients = Coefficients(algorithm.reference_kl, algorithm.entropy)
-        self.objective = RLObjective(self.preset, coefficients, on_scored=self._scored)
+        self.objective = RLObjective(self.preset, on_scored=self._scored)
         self.model = builder.model(device)
         choose_parameters(self.model)
         compute = getattr(torch, recipe.model.compute or recipe.model.dtype)
@@ -101,6 +100,7 @@ class PolicyTrainer:
 
     def train(self, groups: Sequence[Group], step: int) -> Trained:
         """Train on the groups of a step. Raises TrainingError where none can be trained on."""
+        self.objective.coefficients = Coefficients(self.recipe.algorithm.reference_kl, self.recipe.entropy_at(step))
         repaired, repairs = repair(groups)
         sequences = sequences_of_step(repaired, self.preset)
         number_tokens(sequences)

@@ -19,6 +19,7 @@ from glm5.kernels.sampled_logprobs import sampled_logprobs
 from glm5.model.packed import PackedView
 from glm5.rl.training.exact import ExactPass
 from glm5.rl.training.expert_replay import replayed_experts
+from glm5.rl.training.prefixes import Prefixes
 from tests.support.exact import REPORTED, SAMPLED, Drawn, default_logprobs, num_unlike, prompts_of
 
 pytestmark = pytest.mark.gpu
@@ -64,13 +65,15 @@ def test_every_sampled_token_has_the_engines_bits(model):
     exact = ExactPass(model, threads=1)
     exact.check(arithmetic)
     logprob_G = drawn.scored(exact)
-    trace = exact.engine.run(drawn.ids.cuda(), drawn.lengths)
+    prefixes = Prefixes.of(drawn.ids.numpy(), drawn.lengths)
+    trace = exact.engine.run(drawn.ids.cuda(), drawn.lengths, prefixes)
     unlike = num_unlike(logprob_G, drawn.reported)
     print(f"\nexact: {unlike} of {len(logprob_G)} log-probabilities differ")
     assert len(logprob_G) == NUM_SEQS * NUM_TOKENS
     assert unlike == 0
+    found_TLA = trace.expert_ULA[torch.from_numpy(prefixes.number_T).cuda()]
     known = (expert_TLA >= 0).all(dim=-1)
-    assert torch.equal(trace.expert_TLA[known], expert_TLA[known])
+    assert torch.equal(found_TLA[known], expert_TLA[known])
     # The controls: the definition's own pass; no temperature.
     plain = rollouts(model, deterministic=True, ways=[{"temperature": 1.0}])[0]
     assert num_unlike(default_logprobs(model, plain), plain.reported) > len(logprob_G) / 2
@@ -97,7 +100,7 @@ def test_the_cost_of_an_exact_step(model):
 
     def forward(is_exact: bool) -> None:
         if is_exact:
-            exact.engine.run(ids_T, lengths)
+            exact.engine.run(ids_T, lengths, Prefixes.of(drawn.ids.numpy(), lengths))
         else:
             model.impl = None
             model(ids_T, view)

@@ -26,6 +26,11 @@ pytestmark = pytest.mark.gpu
 CLOSE = 2e-2
 
 
+@pytest.fixture
+def gen(seed) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 @pytest.mark.parametrize("vocab", [31, 61, 154880])
 def test_masks_are_recorded_as_on_the_cpu(vocab, gen):
     is_kept_TW = torch.rand(9, vocab, generator=gen) < torch.linspace(0, 1, 9)[:, None]

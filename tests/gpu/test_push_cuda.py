@@ -1,5 +1,7 @@
 """Weights that are pushed into an engine on a GPU: its graphs answer as those of an engine that has loaded them."""
 
+from pathlib import Path
+
 import pytest
 
 from glm5.checkpoint.load import load
@@ -11,6 +13,7 @@ from tests.support.models import random_model
 
 pytestmark = pytest.mark.gpu
 
+MINI = Path(__file__).parents[2] / "models" / "mini"
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
 PROMPTS = [[7 * i % 301 for i in range(length)] for length in (5, 40, 130)]
 
@@ -28,6 +31,7 @@ def test_pushed_weights_answer_to_the_bit_as_loaded_ones(tmp_path, dtype, sender
     old, new = (save(model, tmp_path / f"{i}", dtype=dtype) for i, model in enumerate(models))
     given = load(save(models[1], tmp_path / "floats", dtype="bfloat16"), device=sender)
     settings = {"device": "cuda", "max_model_len": 512, "num_gpu_blocks_override": 64, "deterministic": True}
+    settings["tokenizer"] = MINI
     with LLM(new, **settings) as llm:
         want = answers(llm)
     with LLM(old, **settings) as llm:

@@ -27,6 +27,7 @@ Choice = Mapping[str, Any]
 NEEDED: dict[str, Any] = {
     "algorithm.name": "grpo",
     "algorithm.entropy": 0.0,
+    "algorithm.final_entropy": None,
     "algorithm.reference_kl": 0.0,
     "algorithm.steps_per_batch": 1,
     "optimizer.kind": "adamw",

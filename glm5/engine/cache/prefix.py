@@ -1,10 +1,14 @@
-"""The prefix cache: a radix tree over token ids, with one full page in each node.
+"""The prefix cache: a radix tree over token ids, with one page in each node.
 
-    root of a salt -> page of tokens 0..Z-1 -> page of tokens Z..2Z-1 -> ...
+    root of a salt -> page of tokens 0..Z-1 -> page of tokens Z..2Z-1 -> ... -> partial page
 
 A node is found by the token ids themselves, so two prefixes never collide. Each salt (tenant, weights) has a root of
 its own, so caches never mix. A page is inserted when it is full and confirmed. A sequence that computed an equal page
 switches to the tree's, so a sequence that holds a node's page holds those of all its ancestors.
+
+The last page of a sequence that ends is inserted as it is, partly full, for the next turn of its conversation. Nobody
+holds a partial page, since its sequences go on differently: each gets a copy. It has no children, is in no lower tier,
+and subscribers do not learn of it.
 
 The tree contains only pages on the device. Pages in host memory and on disk are found by their keys (`transfers.py`),
 chained hashes: no token ids need to be kept, and eviction or a page of an earlier process changes one entry.
@@ -37,14 +41,16 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: Salt) -> Iterator[
 
 
 class Node:
-    """A full page and its token ids. `is_kept` until the page leaves the tree. A root has no page (-1)."""
+    """A page and its token ids. `is_kept` until the page leaves the tree. A root has no page (-1).
+    `partial_lengths`: the numbers of tokens of partial pages among its children, also of former ones."""
 
-    __slots__ = ("children", "is_kept", "key", "page", "parent", "salt", "tokens")
+    __slots__ = ("children", "is_kept", "key", "page", "parent", "partial_lengths", "salt", "tokens")
 
     def __init__(self, salt: Salt, parent: "Node | None", tokens: tuple[int, ...], page: int):
         self.salt, self.parent, self.tokens, self.page = salt, parent, tokens, page
         self.is_kept = True
         self.children: dict[tuple[int, ...], Node] = {}
+        self.partial_lengths: set[int] = set()
         self.key: PageKey | None = None
 
 
@@ -65,7 +71,7 @@ class PrefixStats:
 
 
 class PrefixTree:
-    """Shares full pages of `pool` between sequences. Evicts idle pages only, least recently used first.
+    """Shares pages of `pool` between sequences. Evicts idle pages only, least recently used first.
 
     `changes` None: nobody wants to know what enters and leaves the tree.
     """
@@ -99,11 +105,22 @@ class PrefixTree:
             if node is not None:
                 path.append(node)
 
-    def extend(self, salt: Salt, parent: Node | None, token_ids: Sequence[int], page: int) -> Node:
-        """The node of a full page after `parent` (None: the first page); inserted with `page` if it is missing.
+    def match_partial(self, salt: Salt, token_ids: Sequence[int], path: Sequence[Node]) -> Node | None:
+        """The longest partial page after `path`, a match of `token_ids`, without the last of them."""
+        parent = path[-1] if path else self._roots.get(salt)
+        if parent is None or not parent.partial_lengths:
+            return None
+        rest = self._tokens_of_page(token_ids[:-1], len(path))
+        for length in sorted(parent.partial_lengths, reverse=True):
+            if length <= len(rest) and (node := parent.children.get(rest[:length])) is not None:
+                return node
+        return None
 
-        `token_ids` are the page's own. The caller holds the pages of `parent` and `page`, and must replace its page by
-        the node's when they differ.
+    def extend(self, salt: Salt, parent: Node | None, token_ids: Sequence[int], page: int) -> Node:
+        """The node of a page after `parent` (None: the first page); inserted with `page` if it is missing.
+
+        `token_ids` are the page's own. The caller holds the pages of `parent` and `page`. It must replace a full page
+        by the node's when they differ, and release a partial one.
         """
         if parent is None:
             parent = self._roots.get(salt)
@@ -117,7 +134,9 @@ class PrefixTree:
             node = parent.children[tokens] = Node(salt, parent, tokens, page)
             self._node_of[page] = node
             self.pool.keep(page)
-            if self.changes is not None:
+            if self._is_partial(node):
+                parent.partial_lengths.add(len(tokens))
+            elif self.changes is not None:
                 self.changes.stored(self.key_of(node).digest, self.parent_digest(node), tokens)
         return node
 
@@ -157,6 +176,9 @@ class PrefixTree:
             self._forget(node)
         self._roots.clear()
 
+    def _is_partial(self, node: Node) -> bool:
+        return len(node.tokens) < self.page_size
+
     def _tokens_of_page(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(token_ids[index * self.page_size : (index + 1) * self.page_size])
 
@@ -176,7 +198,7 @@ class PrefixTree:
     def _forget(self, node: Node) -> None:
         del self._node_of[node.page]
         self.pool.forget(node.page)
-        if self.changes is not None:
+        if self.changes is not None and not self._is_partial(node):
             self.changes.removed(self.key_of(node).digest)
         node.is_kept = False
         node.children.clear()

@@ -56,7 +56,8 @@ class OutputStream:
     """State of one answer. `take` gives what has arrived; whoever takes is told when `news` has `threshold` items.
 
     `sent`: when the request was sent. `interval`: the threshold after the first delta; it bounds the deltas of an
-    answer, which then have at least so many tokens each. `spell` gives the text of a token by itself, for
+    answer, which then have at least so many tokens each. With `output_kind` FINAL_ONLY nobody is told before the end.
+    `spell` gives the text of a token by itself, for
     log-probabilities. `found_stop`: a stop string in the text ended the answer, which the engine does not know yet.
     """
 
@@ -64,7 +65,7 @@ class OutputStream:
         self, index: int, params: SamplingParams, text: AnswerText, spell: Spell, *, sent: float, interval: int = 1
     ):
         self.index, self.is_searched, self.found_stop = index, bool(params.stop), False
-        self.threshold, self._interval = 1, interval
+        self.threshold, self._interval = (NEVER, NEVER) if params.output_kind == "FINAL_ONLY" else (1, interval)
         self.version, self.arrived = 0, sent  # of the last update
         self.arrivals: list[float] = []  # when tokens of a step arrived, for each step
         self.news: list[_News] = []

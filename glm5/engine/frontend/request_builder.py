@@ -57,6 +57,9 @@ class Options:
                 raise RequestError(f"{name} is {getattr(self, name)!r:.60}; allowed: {allowed}", param=name)
 
 
+_OPTIONS = tuple(field.name for field in fields(Options))
+
+
 @dataclass(frozen=True)
 class ReadPrompt:
     """A prompt as token ids. `text` is None if it was given as token ids."""
@@ -112,9 +115,8 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, name: str) -> ReadP
 
 def options_of(given: Mapping[str, Any]) -> Options:
     """Options by name. RequestError for one that does not exist."""
-    names = [field.name for field in fields(Options)]
-    if unknown := [name for name in given if name not in names]:
-        raise RequestError(f"{unknown[0]} is no option of a request; allowed: {', '.join(names)}", param=unknown[0])
+    if unknown := [name for name in given if name not in _OPTIONS]:
+        raise RequestError(f"{unknown[0]} is no option of a request; allowed: {', '.join(_OPTIONS)}", param=unknown[0])
     return Options(**dict(given) | {"priority": plain(given.get("priority", 0))})
 
 

@@ -17,8 +17,8 @@ class StopStrings:
         self.stop, self.include = tuple(stop), include
         self.matched: str | None = None
         self._held: deque[Piece] = deque()
-        self._firsts = frozenset(one[0] for one in self.stop)
-        self._longest = max((len(one) for one in self.stop), default=0)
+        self._firsts = frozenset([one[0] for one in self.stop])
+        self._longest = max(map(len, self.stop), default=0)
 
     def feed(self, piece: Piece) -> list[Piece]:
         """Pieces that can be released now. After a match: those up to it, the last one cut; later calls return none."""

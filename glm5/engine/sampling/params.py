@@ -128,8 +128,9 @@ class SamplingParams:
     """How to continue one prompt. Raises RequestError naming the field, the value and what is allowed.
 
     A number is declared here alone: checks, fields of the HTTP bodies and the sampler's columns follow from `Bounds`.
-    The last ones are vLLM's, and taken where they ask for nothing else than what is done anyway: `stream` yields
-    deltas and `generate` returns finished answers, and no spaces are ever put between special tokens.
+    With `output_kind` FINAL_ONLY what streams yields whole answers, else tokens as they come. The last ones are
+    vLLM's, and taken where they ask for nothing else than what is done anyway: no spaces are ever put between special
+    tokens.
     """
 
     n: Annotated[int, Bounds(1, MAX_N)] = 1
@@ -232,9 +233,9 @@ class SamplingParams:
     def _check_numbers(self, names: Iterable[str]) -> None:
         for name in names:
             types, minimum, maximum, allowed = _CHECKS[name]
-            given = getattr(self, name)
-            value = plain(given)
-            if value is not given:
+            value = getattr(self, name)
+            if type(value) not in types:
+                value = plain(value)
                 object.__setattr__(self, name, value)
             if type(value) not in types or not (value is None or minimum <= value <= maximum):
                 raise _refusal(name, value, allowed)
@@ -254,6 +255,10 @@ class SamplingParams:
         yield "truncate_prompt_tokens", self.truncate_prompt_tokens != 0, _TRUNCATION
 
     def _lists(self) -> Iterator[tuple[str, bool, str]]:
+        if (self.stop, self.stop_token_ids, self.bad_words) == ((), (), ()) and (
+            self.logit_bias is self.allowed_token_ids is self.structured_outputs is None
+        ):
+            return  # most often
         few = _few(self.stop, _is_text, MAX_STOP_STRINGS)
         yield "stop", few, f"a non-empty text, or up to {MAX_STOP_STRINGS} of them"
         short = few and all(len(text) <= MAX_STOP_CHARS for text in self.stop)
@@ -276,7 +281,7 @@ class SamplingParams:
     def _others(self) -> Iterator[tuple[str, bool, str]]:
         for name in _FLAGS:
             yield name, isinstance(getattr(self, name), bool), "true or false"
-        kinds = "DELTA (what stream yields) or FINAL_ONLY (what generate returns)"
+        kinds = "DELTA (tokens as they come) or FINAL_ONLY (whole answers)"
         yield "output_kind", self.output_kind in (None, "DELTA", "FINAL_ONLY"), kinds
         yield "flat_logprobs", self.flat_logprobs is False, "false: log-probabilities come by token"
         yield "extra_args", self.extra_args is None, "None: there are none"

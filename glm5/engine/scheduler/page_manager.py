@@ -1,4 +1,4 @@
-"""Pages of sequences: prefix lookup and allocation at admission, growth, sharing of full pages, release.
+"""Pages of sequences: prefix lookup and allocation at admission, growth, sharing of pages, release.
 
 Steps are planned only for positions that have a page. A sequence is admitted with pages for all its known tokens, so a
 prompt never runs out of pages. A decoding one grows step by step, to the furthest position that its drafts can reach.
@@ -7,7 +7,7 @@ prompt never runs out of pages. A decoding one grows step by step, to the furthe
 from dataclasses import dataclass, field
 
 from glm5.engine.cache.pages import PagePool
-from glm5.engine.cache.prefix import PrefixTree, cache_salt
+from glm5.engine.cache.prefix import Node, PrefixTree, cache_salt
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.scheduler.messages import Tier, TierChange
 from glm5.engine.scheduler.plan import PageCopy, StepPlan, TableEntry
@@ -18,13 +18,15 @@ from glm5.engine.tiers.key import PageKey
 
 @dataclass
 class Found:
-    """What admission now would give a waiting sequence: a `donor` whose prompt it shares, `num_matched` pages of the
-    prefix tree, and pages to load (`lower`). It can be admitted if no pages are missing (`num_short`)."""
+    """What admission now would give a waiting sequence: a `donor` whose prompt it shares, `num_matched` full pages of
+    the prefix tree, and after them pages to load (`lower`) or a copy of a `partial` one. It can be admitted if no pages
+    are missing (`num_short`)."""
 
     donor: Sequence | None
     num_matched: int
     num_short: int
     lower: list[PageKey] = field(default_factory=list)
+    partial: Node | None = None
 
 
 class PageManager:
@@ -47,9 +49,13 @@ class PageManager:
         self._match(seq)
         # Matched idle pages would become used, so they are not available for the other tokens.
         available -= sum(self.pool.is_idle(node.page) for node in seq.path)
-        found = Found(None, len(seq.path), max(0, num_pages - len(seq.path) - available))
-        if not found.num_short and self.transfers.tier_of and self._may_hit(seq):
-            found.lower = self._find_lower(seq)
+        num_new = num_pages - len(seq.path)
+        found = Found(None, len(seq.path), max(0, num_new - available))
+        if not found.num_short and self._may_hit(seq):
+            if self.transfers.tier_of:
+                found.lower = self._find_lower(seq)
+            if not found.lower and num_new < available:  # the partial page stays until it is copied
+                found.partial = self.tree.match_partial(seq.salt, seq.tokens, seq.path)
         return found
 
     def admit(self, seq: Sequence, found: Found, plan: StepPlan) -> None:
@@ -63,6 +69,8 @@ class PageManager:
                 self.pool.ref(page)
             seq.node, seq.num_in_tree = (seq.path[-1] if seq.path else None), len(seq.path)
             seq.computed = seq.confirmed = len(seq.path) * self.config.page_size
+            if found.partial is not None:
+                self._copy_partial(seq, found.partial, plan)
             seq.pages += self._allocate(num_pages - len(seq.pages))
         seq.path = []
         seq.covered = num_pages * self.config.page_size
@@ -115,6 +123,7 @@ class PageManager:
         if seq.restore is not None:
             self.transfers.cancel(seq.restore)
             seq.restore = None
+        self._share_partial_page(seq)
         for page in reversed(seq.pages):
             self.pool.unref(page)
         seq.pages = []
@@ -189,6 +198,20 @@ class PageManager:
         seq.computed, seq.confirmed = seq.num_prompt - 1, 0
         seq.node, seq.num_in_tree = None, 0
 
+    def _copy_partial(self, seq: Sequence, partial: Node, plan: StepPlan) -> None:
+        """Give `seq` a copy of a partial page, which stays in the tree for others."""
+        self.pool.ref(partial.page)
+        seq.pages += self._allocate(1)
+        self.pool.unref(partial.page)
+        plan.page_copies.append(PageCopy(partial.page, seq.pages[-1]))
+        seq.computed = seq.confirmed = seq.computed + len(partial.tokens)
+
+    def _share_partial_page(self, seq: Sequence) -> None:
+        """Insert the page after the full ones into the tree, with the tokens that are confirmed."""
+        start = seq.num_in_tree * self.config.page_size
+        if self.config.prefix_cache and seq.is_pure and 0 < seq.confirmed - start < self.config.page_size:
+            self.tree.extend(seq.salt, seq.node, seq.tokens[start : seq.confirmed], seq.pages[seq.num_in_tree])
+
     def _allocate(self, count: int) -> list[int]:
         if count > self.pool.num_free:
             self.tree.evict(count - self.pool.num_free)
@@ -196,7 +219,7 @@ class PageManager:
 
     def _count(self, seq: Sequence, found: Found) -> None:
         """Count an admission. Sequences that share a prompt are one query, since the others do no lookup."""
-        stats, num_tokens = self.tree.stats, found.num_matched * self.config.page_size
+        stats, num_tokens = self.tree.stats, seq.computed
         if found.donor is not None:
             return
         if seq.was_admitted:

@@ -254,7 +254,7 @@ class Scheduler:
             self._preempt(seq, plan)
 
     def _end(self, seq: Sequence) -> None:
-        """Remove a sequence in any state; its full pages stay in the tree."""
+        """Remove a sequence in any state; its pages stay in the tree."""
         del self.live[seq.seq_id]
         seq.group.members.remove(seq)
         if seq.slot is not None:
@@ -395,7 +395,7 @@ class Scheduler:
         if len(seq.tokens) > limit or seq.must_be_held or (donor := seq.donor) is not None:
             return False
         found = self.page_manager.find(seq, donor, self._headroom())
-        return not (found.num_matched or found.lower)
+        return not (found.num_matched or found.lower or found.partial)
 
     def _plan_prompts(self, plan: StepPlan, in_flight: InFlight, *, may_admit: bool) -> None:
         """Split the rest of the budget among prompts: at most half of a step for each, then the remainder to one."""
@@ -466,7 +466,7 @@ class Scheduler:
             seq.goal = len(seq.tokens)
             seq.is_pure = seq.was_admitted = True
             insort(self.prompting, seq, key=_rank)
-            hits = (found.num_matched * self.config.page_size, len(found.lower) * self.config.page_size)
+            hits = (seq.computed if donor is None else 0, len(found.lower) * self.config.page_size)
             donor_slot = donor.slot if donor is not None else None
             plan.entered.append(Entered(seq.seq_id, seq.slot, list(seq.tokens), tuple(seq.pages), *hits, donor_slot))
             return seq

@@ -10,7 +10,6 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from glm5.rl.environments.protocol import Reply, Task, Turn
@@ -33,7 +32,7 @@ def frame(message: Mapping[str, Any]) -> bytes:
 
 def as_json(value: Task | Reply | Turn) -> dict[str, Any]:
     """A message's part: the fields."""
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: getattr(value, name) for name in value.__match_args__}
 
 
 def as_task(value: Mapping[str, Any]) -> Task:

@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.resources import files
@@ -212,7 +212,7 @@ class _Worker:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.quick, self.scoring = frozenset[Kind](), frozenset[str]()
-        self._batch, self._batch_answers = list[str](), asyncio.Future[list[Any]]()
+        self._batch = list[tuple[str, asyncio.Future[Any]]]()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers, self._turns = count(), asyncio.Semaphore(NUM_THREADS)
         self._gone = ""
@@ -243,20 +243,22 @@ class _Worker:
         if kind not in self.quick or len(request := json.dumps({"op": op, **fields})) > MAX_BATCHED:
             return await self._ask(op, seconds, **fields)
         if not self._batch or len(self._batch) == MAX_BATCH:
-            self._batch = list[str]()
-            self._batch_answers = asyncio.create_task(self._ask_together(self._batch, seconds))
-        index, answers = len(self._batch), self._batch_answers
-        self._batch.append(request)
-        answer = (await asyncio.shield(answers))[index]
-        if failed := answer.get("failed"):
-            raise EpisodeFailed(*failed)
-        return answer["value"]
+            self._batch = list[tuple[str, asyncio.Future[Any]]]()
+            self._asking = asyncio.create_task(self._ask_together(self._batch, seconds))
+        waiting = asyncio.get_running_loop().create_future()
+        self._batch.append((request, waiting))
+        return await waiting
 
-    async def _ask_together(self, requests: list[str], seconds: float) -> list[dict[str, Any]]:
-        """Answers to what has been asked until this task runs."""
-        if self._batch is requests:
+    async def _ask_together(self, batch: list[tuple[str, asyncio.Future[Any]]], seconds: float) -> None:
+        """Ask what has been asked until this task runs, and hand out the answers."""
+        if self._batch is batch:
             self._batch = []
-        return await self._ask("batch", seconds, requests=requests)
+        try:
+            answers = await self._ask("batch", seconds, requests=[request for request, _ in batch])
+            for (_, waiting), answer in zip(batch, answers, strict=True):
+                _settle(waiting, answer)
+        except Exception as error:  # noqa: BLE001 - raised where it was asked
+            _fail_all([waiting for _, waiting in batch], error)
 
     async def _ask(self, op: str, seconds: float, **fields: Any) -> Any:
         async with self._turns:  # so that the time limit does not count a wait for other episodes
@@ -289,13 +291,8 @@ class _Worker:
         try:
             while True:
                 answer = await self._answer()
-                waiting = self._waiting.get(answer["id"])
-                if waiting is None or waiting.done():
-                    continue
-                if failed := answer.get("failed"):
-                    waiting.set_exception(EpisodeFailed(*failed))
-                else:
-                    waiting.set_result(answer["value"])
+                if (waiting := self._waiting.get(answer["id"])) is not None:
+                    _settle(waiting, answer)
         except asyncio.IncompleteReadError:
             code = await self._process.wait()
             self._fail(f"it ended ({signal_name(-code) if code < 0 else f'code {code}'})")
@@ -316,9 +313,7 @@ class _Worker:
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(EpisodeFailed("environment", self._gone))
+        _fail_all(self._waiting.values(), EpisodeFailed("environment", self._gone))
 
     async def end(self, why: str) -> None:
         """Kill it, and wait for its end."""
@@ -332,3 +327,19 @@ class _Worker:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
         await self.end("it was closed")
+
+
+def _settle(waiting: asyncio.Future[Any], answer: Mapping[str, Any]) -> None:
+    """Hand out an answer, unless nobody waits for it any more."""
+    if waiting.done():
+        return
+    if failed := answer.get("failed"):
+        waiting.set_exception(EpisodeFailed(*failed))
+    else:
+        waiting.set_result(answer["value"])
+
+
+def _fail_all(waiting: Iterable[asyncio.Future[Any]], error: Exception) -> None:
+    for one in waiting:
+        if not one.done():
+            one.set_exception(error)

@@ -6,7 +6,6 @@ end a turn with the token that begins the next one (<|user|>, <|observation|>), 
 repeated.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -111,7 +110,8 @@ class TokenChat:
 
 
 def _key(messages: Sequence[Message], tools: Tools) -> str:
-    return json.dumps([list(map(dict, messages)), [dict(tool) for tool in tools]], sort_keys=True)
+    """The same for the same conversations, whose messages are plain JSON; in a fraction of the time that JSON takes."""
+    return repr((list(map(dict, messages)), list(map(dict, tools))))
 
 
 def _remembered(known: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:

@@ -10,8 +10,6 @@ from glm5.engine import AsyncEngine, SamplingParams
 from glm5.engine.sampling.params import MAX_N, answer_seeds
 from glm5.rl.segments import Experts, Segment
 
-_ALL = 2**30  # tokens of a delta: whole answers
-
 
 @dataclass
 class Sampled:
@@ -38,7 +36,9 @@ class Policy:
         self.engine, self.cfg = engine, cfg
         cuts = {} if greedy else {"top_p": cfg.top_p, "top_k": cfg.top_k, "min_p": cfg.min_p}
         temperature = 0.0 if greedy else cfg.temperature
-        self.params = SamplingParams(temperature=temperature, logprobs=0, detokenize=False, **cuts)
+        self.params = SamplingParams(
+            temperature=temperature, logprobs=0, detokenize=False, output_kind="FINAL_ONLY", **cuts
+        )
 
     def room(self, num_prompt: int) -> int:
         """The most tokens of a reply to a prompt of that length; below 1 where the context is full."""
@@ -62,8 +62,7 @@ class Policy:
     async def _sample(self, prompt_ids: Sequence[int], seed: int, n: int) -> AsyncIterator[tuple[int, Sampled]]:
         params = self.params.but(seed=seed, n=n, max_tokens=self.room(len(prompt_ids)))
         answers = [Sampled() for _ in range(n)]
-        options = {"stream_interval": _ALL, "sampling_mask": params.truncates}
-        async with self.engine.generate(prompt_ids, params, **options) as deltas:
+        async with self.engine.generate(prompt_ids, params, sampling_mask=params.truncates) as deltas:
             async for delta in deltas:
                 answer = answers[delta.index]
                 answer.token_ids += delta.token_ids

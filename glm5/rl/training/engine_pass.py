@@ -5,6 +5,7 @@ sequences gives each token the bits that it had when the engine drew it, whateve
 guessed. The input of every layer is kept, and what layers chose: selected keys and experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +26,21 @@ from glm5.model.glm5 import Glm5
 from glm5.model.lowering import rows_are_alone, use_invariant
 from glm5.model.moe import MoE
 from glm5.model.seams import Selection
+from glm5.rl.training.prefixes import Index, Prefixes
 
-MOST_ROWS = 2**15
-"""Rows that go through the model at once: kernels have a program for each, and a grid at most 65,535 of them."""
+_MOST_ROWS = 2**15  # at once: a GPU's grid has at most 65,535 tiles of rows
 
 
 @dataclass
 class Trace:
-    """Of packed sequences: the input of each layer and the output of the last one, [T, D] each; the hidden states
-    behind the final norm; of each layer the keys that its rows read, int32 [T, index_topk] or None for all that they
-    see; and experts int16 [T, MoE layers, A]."""
+    """Of the distinct rows of packed sequences (`Prefixes`): the input of each layer and the output of the last one,
+    [U, D] each; the hidden states behind the final norm; of each layer the keys that its rows read, int32
+    [U, index_topk] or None for all that they see; and experts int16 [U, MoE layers, A]."""
 
     streams: list[Tensor]
-    hidden_TD: Tensor
+    hidden_UD: Tensor
     keys: list[Tensor | None]
-    expert_TLA: Tensor
+    expert_ULA: Tensor
 
 
 class EnginePass:
@@ -52,9 +53,9 @@ class EnginePass:
         if not self.is_native:
             use_invariant(model)
         form = FusedModel(model, model.cfg.max_position_embeddings) if fused else None
-        # As many rows as possible, where a row does not depend on how many there are.
+        # All rows at once, where a row does not depend on how many there are.
         is_whole = self.is_native or rows_are_alone(model)
-        self.passes = Passes(model, MOST_ROWS if is_whole else pass_rows(model.device), form)
+        self.passes = Passes(model, None if is_whole else pass_rows(model.device), form)
         self._pass_rows = pass_rows(model.device)
         self.arithmetic = arithmetic_of(model, is_native=self.is_native)
         self._layers = list(model.model.layers)[: model.cfg.num_hidden_layers]
@@ -69,13 +70,29 @@ class EnginePass:
         self.passes.weights_changed()
 
     @torch.no_grad()
-    def run(self, ids_T: Tensor, lengths: list[int]) -> Trace:
+    def run(self, ids_T: Tensor, lengths: list[int], prefixes: Prefixes) -> Trace:
         """The trace of sequences of these lengths, one after another in `ids_T`, each from position 0 on."""
+        cache, table_BP = self._pages(lengths)
+        row_T = np.repeat(np.arange(len(lengths)), lengths)
+        position_T = np.concatenate([np.arange(length) for length in lengths])
+        is_first_T = position_T >= prefixes.shared_B[row_T]
+        traces, places = list[Trace](), list[Index]()
+        for wave in prefixes.waves():
+            for number in wave:
+                _share(cache, table_BP, int(prefixes.source_B[number]), number, int(prefixes.shared_B[number]))
+            rows = (is_first_T & np.isin(row_T, wave)).nonzero()[0]
+            for first in range(0, len(rows), _MOST_ROWS):  # none where all of it is shared
+                place_T = rows[first : first + _MOST_ROWS]
+                view = self._view(cache, table_BP, row_T[place_T], position_T[place_T], max(lengths))
+                traces.append(self._trace(ids_T[upload(place_T, ids_T.device)], view))
+                places.append(place_T)
+        return _in_order(traces, upload(np.argsort(prefixes.number_T[np.concatenate(places)]), ids_T.device))
+
+    def _trace(self, ids_T: Tensor, view: StepView) -> Trace:
+        """Of the rows of a view, which may be followed by padding."""
         count = len(ids_T)
-        padded = self._round_up(count)
-        view = self._view(lengths, padded)
         self._clear()
-        hidden_TD = self.passes.hidden(torch.nn.functional.pad(ids_T, (0, padded - count)), view)
+        hidden_TD = self.passes.hidden(torch.nn.functional.pad(ids_T, (0, len(view.positions_T) - count)), view)
         streams, keys, num_layers = self._streams, self._keys, len(self._layers)
         # Pass after pass, layer after layer.
         traced = [torch.cat(streams[index :: num_layers + 1])[:count] for index in range(num_layers + 1)]
@@ -90,26 +107,27 @@ class EnginePass:
         missing = self._round_up(count) - count
         return self.passes.logits(torch.nn.functional.pad(hidden_GD, (0, 0, 0, missing)))[:count]
 
-    def _view(self, lengths: list[int], num_rows: int) -> StepView:
-        """Each sequence has pages of its own, in order; rows beyond the last are padding."""
-        model = self.model
+    def _pages(self, lengths: list[int]) -> tuple[KVCache, Index]:
+        """A cache in which each sequence has pages of its own, in order, and the page table [B, P]."""
         pages = -(-np.array(lengths) // PAGE_SIZE)
         first_B = np.cumsum(pages) - pages
-        cache = KVCache(model.cfg, int(pages.sum()), dtype=model.dtype, device=model.device)
+        cache = KVCache(self.model.cfg, int(pages.sum()), dtype=self.model.dtype, device=self.model.device)
         columns = np.arange(pages.max())
-        table_BP = np.where(columns < pages[:, None], first_B[:, None] + columns, cache.dump_page)
-        group_T = np.repeat(np.arange(len(lengths)), lengths)
-        position_T = np.concatenate([np.arange(length) for length in lengths])
-        place_T = first_B[group_T] * PAGE_SIZE + position_T
-        missing = (0, num_rows - len(group_T))
+        return cache, np.where(columns < pages[:, None], first_B[:, None] + columns, cache.dump_page)
+
+    def _view(self, cache: KVCache, table_BP: Index, row_T: Index, position_T: Index, max_end: int) -> StepView:
+        """Of these rows of sequences, and padding."""
+        device = self.model.device
+        missing = (0, self._round_up(len(row_T)) - len(row_T))
+        place_T = table_BP[row_T, position_T // PAGE_SIZE] * PAGE_SIZE + position_T % PAGE_SIZE
         return StepView(
             cache=cache,
-            table_BP=upload(table_BP.astype(np.int32), model.device),
-            positions_T=upload(np.pad(position_T, missing), model.device),
-            group_T=upload(np.pad(group_T, missing).astype(np.int32), model.device),
-            end_T=upload(np.pad(position_T + 1, missing).astype(np.int32), model.device),
-            slot_mapping_T=upload(np.pad(place_T, missing, constant_values=cache.dump_page * PAGE_SIZE), model.device),
-            max_end=max(lengths),
+            table_BP=upload(table_BP.astype(np.int32), device),
+            positions_T=upload(np.pad(position_T, missing), device),
+            group_T=upload(np.pad(row_T, missing).astype(np.int32), device),
+            end_T=upload(np.pad(position_T + 1, missing).astype(np.int32), device),
+            slot_mapping_T=upload(np.pad(place_T, missing, constant_values=cache.dump_page * PAGE_SIZE), device),
+            max_end=max_end,
             invariant=not self.is_native,
         )
 
@@ -155,3 +173,22 @@ def _joined(parts: list[Tensor | None], count: int) -> Tensor | None:
     """The first rows of all parts; None if they see all keys."""
     found = [part for part in parts if part is not None]
     return torch.cat(found)[:count] if found else None
+
+
+def _share(cache: KVCache, table_BP: Index, source: int, number: int, count: int) -> None:
+    """Let a sequence begin with the first `count` keys of another: whole pages are the other's, the rest is copied."""
+    whole = count // PAGE_SIZE
+    table_BP[number, :whole] = table_BP[source, :whole]
+    if count % PAGE_SIZE:
+        cache.copy_pages([(int(table_BP[source, whole]), int(table_BP[number, whole]))])
+
+
+def _in_order(traces: Sequence[Trace], order_U: Tensor) -> Trace:
+    """The traces of all waves as one."""
+    streams = [torch.cat(parts)[order_U] for parts in zip(*(trace.streams for trace in traces), strict=True)]
+    keys = list[Tensor | None]()
+    for parts in zip(*(trace.keys for trace in traces), strict=True):
+        found = [part for part in parts if part is not None]
+        keys.append(torch.cat(found)[order_U] if len(found) == len(parts) else None)
+    hidden_UD = torch.cat([trace.hidden_UD for trace in traces])[order_U]
+    return Trace(streams, hidden_UD, keys, torch.cat([trace.expert_ULA for trace in traces])[order_U])

@@ -5,7 +5,8 @@
                 torch operations, with the keys and experts that the engine chose (graft.py)
 
 It is the pass whose gradient is taken, not a second scoring. So with the weights that sampled, the ratio of the
-policies is one, not nearly one. The indexers get no gradient.
+policies is one, not nearly one. The indexers get no gradient. Tokens that sequences share from their start on are
+computed once, in both directions (prefixes.py).
 
     exact = ExactPass(model, threads=1)
     model.impl = exact                                   # from now on `model(ids_T, PackedView(lengths))` is exact
@@ -28,6 +29,10 @@ from glm5.model.packed import PackedView
 from glm5.model.seams import KVView, Rope, Selection
 from glm5.rl.training.engine_pass import EnginePass
 from glm5.rl.training.graft import graft
+from glm5.rl.training.prefixes import Prefixes, SharedView
+
+WAVE_ON_CPU, WAVE_ON_GPU = 64, 4096
+"""Tokens that are computed in the time that a wave of the engine's pass costs: on a GPU its kernels are launched."""
 
 
 class ExactPass:
@@ -72,19 +77,26 @@ class ExactPass:
         if self._shared.has_changed(closely=True):
             self._shared.adopt()
             self.engine.weights_changed()
-        trace, model = self.engine.run(ids_T, lengths), self.model
+        prefixes, model = self._prefixes(ids_T, lengths), self.model
+        trace = self.engine.run(ids_T, lengths, prefixes)
         cfg, trunk = model.cfg, model.model
-        view = PackedView(lengths, ids_T.device)
+        view = SharedView(lengths, prefixes, ids_T.device)
         rope = Rope.at(view.positions_T, cfg.qk_rope_head_dim, cfg.rope_theta, trunk.norm.weight)
-        experts = iter(trace.expert_TLA.unbind(1))
-        x_TD = trunk.embed_tokens(ids_T)
-        for layer, keys_TK, after_TD in zip(trunk.layers, trace.keys, trace.streams[1:], strict=False):
+        experts = iter(trace.expert_ULA.unbind(1))
+        x_UD = trunk.embed_tokens(view.first(ids_T))
+        for layer, keys_UK, after_UD in zip(trunk.layers, trace.keys, trace.streams[1:], strict=False):
             assert isinstance(layer, DecoderLayer), f"{type(layer)=}"
-            expert_TA = next(experts) if isinstance(layer.mlp, MoE) else None
-            selection = Selection(None if view.max_len <= cfg.index_topk else keys_TK)
-            run = partial(_run, layer, rope=rope, view=view, selection=selection, expert_TA=expert_TA)
-            x_TD = graft(after_TD, run, x_TD, list(layer.parameters()))
-        return graft(trace.hidden_TD, trunk.norm, x_TD, [trunk.norm.weight])
+            expert_UA = next(experts) if isinstance(layer.mlp, MoE) else None
+            selection = Selection(None if view.max_len <= cfg.index_topk else keys_UK)
+            run = partial(_run, layer, rope=rope, view=view, selection=selection, expert_UA=expert_UA)
+            x_UD = graft(after_UD, run, x_UD, list(layer.parameters()))
+        return view.spread(graft(trace.hidden_UD, trunk.norm, x_UD, [trunk.norm.weight]))
+
+    def _prefixes(self, ids_T: Tensor, lengths: list[int]) -> Prefixes:
+        """What the sequences share, where computing it first costs less than computing it again."""
+        found = Prefixes.of(ids_T.cpu().numpy(), lengths)
+        wave = WAVE_ON_CPU if ids_T.is_cpu else WAVE_ON_GPU
+        return found if found.num_saved > wave * (len(found.waves()) - 1) else Prefixes.none(lengths)
 
     def logprobs(
         self,
@@ -104,19 +116,19 @@ class ExactPass:
 
 def _run(
     layer: DecoderLayer,
-    x_TD: Tensor,
+    x_UD: Tensor,
     *,
     rope: Rope,
-    view: PackedView,
+    view: SharedView,
     selection: Selection,
-    expert_TA: Tensor | None,
+    expert_UA: Tensor | None,
 ) -> Tensor:
     """The definition's layer, with given keys and experts."""
-    if expert_TA is None or not isinstance(layer.mlp, MoE):
-        return layer.compute(x_TD, rope, view, selection)[0]
+    if expert_UA is None or not isinstance(layer.mlp, MoE):
+        return layer.compute(x_UD, rope, view, selection)[0]
     router = layer.mlp.gate
-    router.recorded = RecordedExperts(expert_TA)
+    router.recorded = RecordedExperts(expert_UA)
     try:
-        return layer.compute(x_TD, rope, view, selection)[0]
+        return layer.compute(x_UD, rope, view, selection)[0]
     finally:
         router.recorded = None

@@ -37,8 +37,12 @@ def audit_tree(scheduler: Scheduler) -> None:
     tree, size = scheduler.page_manager.tree, scheduler.config.page_size
     for node in tree.nodes():
         assert node.is_kept
-        assert len(node.tokens) == size
         assert node.parent is not None
+        if len(node.tokens) != size:
+            assert 0 < len(node.tokens) < size
+            assert len(node.tokens) in node.parent.partial_lengths
+            assert not node.children
+            assert not tree.pool.refs[node.page], "somebody may write a partial page"
         assert node.parent.is_kept
         assert node.parent.children[node.tokens] is node
     for seq in scheduler.running:

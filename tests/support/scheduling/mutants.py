@@ -144,7 +144,22 @@ MUTANTS = [
         "forget_prefixes(self.running, pure=False)\n            case",
         "forget_prefixes(self.running, pure=True)\n            case",
     ),
-    Mutant("the last partial page is shared, not copied", "page_manager", "plan.page_copies.append(", "_ = ("),
+    Mutant("the last page of a prompt is not copied", "page_manager", "plan.page_copies.append(PageCopy(d", "_ = ((d"),
+    Mutant("a partial page is not copied", "page_manager", "plan.page_copies.append(PageCopy(p", "_ = ((p"),
+    Mutant("all of a prompt matches a partial page", "prefix", "(token_ids[:-1], len(path))", "(token_ids, len(path))"),
+    Mutant("a partial page is not reserved", "page_manager", "not found.lower and num_new < available", "True"),
+    Mutant(
+        "unconfirmed tokens are in a partial page",
+        "page_manager",
+        "seq.tokens[start : seq.confirmed], ",
+        "seq.tokens[start:], ",
+    ),
+    Mutant(
+        "partial pages of mixed weights are shared",
+        "page_manager",
+        "if self.config.prefix_cache and seq.is_pure and 0",
+        "if self.config.prefix_cache and 0",
+    ),
     Mutant(
         "a prompt is shared before it is computed",
         "sequence",

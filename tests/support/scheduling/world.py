@@ -275,11 +275,8 @@ class World:
     def _submit(self) -> list[Message]:
         rng, limit = self.rng, self.config.max_model_len
         room = min(limit, self.config.num_pages * self.config.page_size)
-        num_prompt = rng.randint(1, min(room, limit - 1))
-        document = rng.choice(self.documents)
-        num_shared = rng.choice((0, num_prompt, rng.randint(0, num_prompt)))
-        prompt = document[:num_shared] + [rng.randrange(VOCAB) for _ in range(num_prompt - min(num_shared, 40))]
-        prompt = prompt[:num_prompt]
+        prompt = self._prompt(min(room, limit - 1))
+        num_prompt = len(prompt)
         max_tokens = rng.randint(1, room + 1 - num_prompt) if num_prompt < room else 1
         first = len(self.known)
         submit = Submit(
@@ -301,6 +298,19 @@ class World:
         keys = page_keys(submit.prompt_ids, self.config.page_size, cache_salt(identity(self.version), submit.salt))
         found = [(key.digest, self.device.tiers[key.digest][0]) for key in keys if key.digest in self.device.tiers]
         return [TierChange(tuple(found)), submit] if found and self.config.tiers else [submit]
+
+    def _prompt(self, most: int) -> list[int]:
+        """The start of a document or a conversation so far, and more."""
+        rng = self.rng
+        if self.known and rng.random() < 0.3:
+            known = rng.choice(list(self.known.values()))
+            said = [*known.submit.prompt_ids, *known.tokens]
+            return (said + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))])[:most]
+        num_prompt = rng.randint(1, most)
+        document = rng.choice(self.documents)
+        num_shared = rng.choice((0, num_prompt, rng.randint(0, num_prompt)))
+        prompt = document[:num_shared] + [rng.randrange(VOCAB) for _ in range(num_prompt - min(num_shared, 40))]
+        return prompt[:num_prompt]
 
     def _fill_tiers(self) -> None:
         """What an earlier run left on disk: pages of the documents, some of which are missing by now."""

@@ -253,6 +253,12 @@ def test_a_stream_that_is_left_is_aborted(scripted):
     assert "AbortRequests" in llm.core.received
 
 
+def test_final_only_is_a_whole_answer(scripted):
+    llm = scripted()
+    (delta,) = llm.stream([1], PLAIN.but(output_kind="FINAL_ONLY"))
+    assert (delta.token_ids, delta.finish_reason) == (tuple(range(2, 10)), "length")
+
+
 def test_abort_all(scripted):
     llm = scripted()
     stream = llm.stream([1], PLAIN)

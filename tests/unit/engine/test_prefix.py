@@ -1,5 +1,6 @@
 from itertools import islice
 
+from glm5.engine.cache.changes import CacheChanges
 from glm5.engine.cache.pages import PagePool
 from glm5.engine.cache.prefix import Node, PrefixTree, cache_salt, page_keys
 
@@ -115,6 +116,36 @@ def test_a_match_is_corrected_after_evictions_and_additions():
     tree.clear()
     assert match(tree, [1, 2, 3, 4, 5, 6], path=path) == []
     assert tree.pool.num_free == 3
+
+
+def test_the_longest_partial_page_matches_and_nobody_learns_of_it():
+    tree = PrefixTree(PagePool(8), 4)
+    tree.changes = CacheChanges()
+    page, *partial = tree.pool.allocate(4)
+    node = tree.extend(b"", None, [1, 2, 3, 4], page)
+    for tokens, own in zip(([5], [5, 6], [7, 7, 7]), partial, strict=True):
+        tree.extend(b"", node, tokens, own)
+    assert len(tree.changes.take()) == 1
+
+    def found(*token_ids: int) -> int | None:
+        hit = tree.match_partial(b"", [1, 2, 3, 4, *token_ids], [node])
+        return None if hit is None else hit.page
+
+    assert [found(5, 6, 8), found(5, 6), found(5, 9, 9, 9, 9), found(6, 6, 6), found(5)] == [
+        partial[1],
+        partial[0],
+        partial[0],
+        None,
+        None,
+    ]
+    assert tree.match_partial(b"", [5, 6, 7], []) is None
+    for own in (*partial, page):
+        tree.pool.unref(own)
+    tree.evict(2)
+    assert (found(5, 6, 8), found(7, 7, 7, 7), tree.changes.take()) == (None, partial[2], [])
+    tree.evict(2)
+    assert len(tree.changes.take()) == 1
+    assert tree.pool.num_free == 8
 
 
 def test_keys_are_those_of_the_prompt():

@@ -112,6 +112,29 @@ def test_the_last_token_of_a_prompt_is_always_computed():
     assert (stats.queries, stats.query_tokens, stats.hit_tokens["device"], stats.missed_tokens) == (2, 16, 4, 12)
 
 
+def test_the_next_turn_of_a_conversation_begins_with_a_copy_of_its_last_page():
+    driver = Driver(max_model_len=40)
+    driver.tell(submit(0, 6, 2, prompt_ids=prompt(6)))
+    driver.run()
+    said = [*prompt(6), TOKEN, TOKEN]  # the last of which was not computed
+    plan = driver.step(submit(1, 10, 2, prompt_ids=[*said, 1, 2]), submit(2, 9, 2, prompt_ids=[*said, 3]))
+    assert rows(plan) == {1: 3, 2: 2}
+    assert [entry.hit_device for entry in plan.entered] == [7, 7]
+    (source,) = {copy.source for copy in plan.page_copies}
+    assert [copy.target for copy in plan.page_copies] == [entry.pages[1] for entry in plan.entered]
+    assert driver.scheduler.page_manager.pool.is_idle(source)
+    driver.run()
+    assert driver.step(submit(3, 8, 2, prompt_ids=[*prompt(5), 9, 9, 9])).entered[0].hit_device == 4
+
+
+def test_a_partial_page_is_no_reason_to_wait_for_pages():
+    driver = Driver(num_pages=3)
+    driver.tell(submit(0, 6, 2, prompt_ids=prompt(6)))
+    driver.run()
+    plan = driver.step(submit(1, 9, 1, prompt_ids=[*prompt(6), TOKEN, 1, 2]))
+    assert (plan.entered[0].hit_device, plan.page_copies) == (4, [])
+
+
 def test_a_prompt_that_must_be_computed_is():
     driver = Driver()
     driver.tell(submit(0, 9, 1, prompt_ids=prompt(9)))

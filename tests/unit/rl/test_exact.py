@@ -175,18 +175,20 @@ def scored(model, ids_T, lengths, score):
 
 @pytest.mark.parametrize("fault", [None, "keys", "experts"])
 def test_gradients_are_those_of_the_definition_in_float64(fault, layers, seed, rng, monkeypatch):
-    """Also where rounding chose other keys or experts than float64 does: none here, as the test checks."""
+    """Also where rounding chose other keys or experts than float64 does: none here, as the test checks. Two sequences
+    begin as another does, one of them with more than a page of it."""
     model = trained(seed)
     wide = copy.deepcopy(model).double()
-    lengths = [70, 1, 33]
-    (ids,) = prompts_of(rng, model.cfg.vocab_size, [sum(lengths)])
-    ids_T = torch.tensor(ids)
+    one, two, three = prompts_of(rng, model.cfg.vocab_size, [90, 20, 1])
+    sequences = [one, three, one[:70] + two, one[:7]]
+    lengths = [len(ids) for ids in sequences]
+    ids_T = torch.tensor([token_id for ids in sequences for token_id in ids])
     exact = model.impl = ExactPass(model, threads=1)
     want = gradients(wide, *scored(wide, ids_T, lengths, sampled_logprobs))
     if fault == "keys":
         monkeypatch.setattr(exact_module, "Selection", lambda _keys_TK: Selection(None))
     elif fault == "experts":
-        monkeypatch.setattr(exact_module, "RecordedExperts", lambda expert_TA: RecordedExperts(expert_TA.roll(1, 0)))
+        monkeypatch.setattr(exact_module, "RecordedExperts", lambda expert_UA: RecordedExperts(expert_UA.roll(1, 0)))
     got = gradients(model, *scored(model, ids_T, lengths, exact.logprobs))
     assert got.keys() == want.keys()
     assert not any("indexer" in name for name in got)

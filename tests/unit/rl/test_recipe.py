@@ -69,6 +69,12 @@ def test_the_rate_rises_and_falls(tmp_path):
     assert [round(recipe.lr_at(step), 3) for step in (0, 1, 5, 10)] == [0.5, 0.95, 0.75, 0.5]
 
 
+def test_the_entropy_bonus_falls(tmp_path):
+    recipe = small_recipe(tmp_path, "steps=11", "algorithm.entropy=0.2", "algorithm.final_entropy=0.1")
+    assert [round(recipe.entropy_at(step), 3) for step in (0, 5, 10)] == [0.2, 0.15, 0.1]
+    assert small_recipe(tmp_path, "algorithm.entropy=0.2").entropy_at(10) == 0.2
+
+
 def test_a_dry_run_says_what_is_needed(tmp_path, capsys):
     out = tmp_path / "run"
     command = ["rl", str(recipe_file(tmp_path)), "--dry-run", "--set", f"out={out}"]

@@ -40,7 +40,7 @@ def run(tmp_path_factory):
             "final_lr": 1e-3,
             "threads": 1,
             "model": {"preset": "nano", "tokenizer": str(out / "tokens"), "config": config},
-            "algorithm": {"name": "grpo", "entropy": 0.01, "reference_kl": 0.1},
+            "algorithm": {"name": "grpo", "entropy": 0.1, "final_entropy": 0.0, "reference_kl": 0.1},
             "environment": [{"name": "guess"}],
         }
     )
