@@ -158,7 +158,7 @@ def test_faults_under_asyncio(scripted, script):
 
 
 def test_a_worker_killed_from_outside(scripted):
-    llm = scripted()
+    llm = scripted("hang@9")  # otherwise the answer may have ended before this process hears of its beginning
     stream = llm.stream([1], ENDLESS)
     next(stream)
     os.kill(llm.client.link.pid, signal.SIGKILL)
