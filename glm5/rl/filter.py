@@ -111,7 +111,7 @@ class Rates:
 
     def missing(self, column: str) -> dict[int, RatedTask]:
         """By their number, the tasks whose verdict needs that pass rate."""
-        full = {name for name in {one.environment for one in self._tasks.values()} if self.has_enough(name)}
+        full = self.full()
         return {
             number: task
             for number, task in enumerate(self._tasks.values())
@@ -128,10 +128,10 @@ class Rates:
                 found[task.environment].append(task)
         return [task for of_environment in found.values() for task in of_environment[: self.settings.keep]]
 
-    def has_enough(self, environment: str) -> bool:
-        """Whether no more of its tasks are to be measured."""
-        num_kept = sum(task.environment == environment for task in self.kept())
-        return self.settings.keep is not None and num_kept == self.settings.keep
+    def full(self) -> set[str]:
+        """The environments of which no more tasks are to be measured."""
+        num_kept = Counter(task.environment for task in self.kept())
+        return {name for name, number in num_kept.items() if number == self.settings.keep}
 
     def write(self) -> None:
         """Write the kept tasks."""
@@ -188,7 +188,8 @@ async def measure(harness: Harness, recipe: RLRecipe, rates: Rates, column: str)
     with Progress(len(draws), "task", column.replace("_", " ")) as progress:
         seed, at_once = recipe.seed + _SEEDS, num_rollouts(recipe)
         for first in range(0, len(draws), at_a_time):
-            part = [draw for draw in draws[first : first + at_a_time] if not rates.has_enough(draw.environment)]
+            full = rates.full()
+            part = [draw for draw in draws[first : first + at_a_time] if draw.environment not in full]
             await collect(harness, part, samples, run_seed=seed, concurrency=at_once, on_group=add)
 
 

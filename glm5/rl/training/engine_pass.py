@@ -77,7 +77,7 @@ class EnginePass:
         position_T = np.concatenate([np.arange(length) for length in lengths])
         is_first_T = position_T >= prefixes.shared_B[row_T]
         traces, places = list[Trace](), list[Index]()
-        for wave in prefixes.waves():
+        for wave in prefixes.waves:
             for number in wave:
                 _share(cache, table_BP, int(prefixes.source_B[number]), number, int(prefixes.shared_B[number]))
             rows = (is_first_T & np.isin(row_T, wave)).nonzero()[0]

@@ -96,7 +96,7 @@ class ExactPass:
         """What the sequences share, where computing it first costs less than computing it again."""
         found = Prefixes.of(ids_T.cpu().numpy(), lengths)
         wave = WAVE_ON_CPU if ids_T.is_cpu else WAVE_ON_GPU
-        return found if found.num_saved > wave * (len(found.waves()) - 1) else Prefixes.none(lengths)
+        return found if found.num_saved > wave * (len(found.waves) - 1) else Prefixes.none(lengths)
 
     def logprobs(
         self,

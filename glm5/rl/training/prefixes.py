@@ -6,6 +6,7 @@ tree's trunk), the first of them owns its tokens, and the others read what was c
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -55,6 +56,8 @@ class Prefixes:
             is_shared = count[prefix] > 1
             alike, prefix = alike[is_shared], prefix[is_shared]
         place_U = (owner_T == np.arange(len(ids_T))).nonzero()[0]
+        if len(place_U) == len(ids_T):
+            return cls.none(lengths)
         num_own_U = np.repeat(length_B - shared_B, length_B)[place_U]
         place_U = place_U[np.argsort(num_own_U, kind="stable")]
         number_T = np.zeros_like(owner_T)
@@ -63,7 +66,7 @@ class Prefixes:
 
     @classmethod
     def none(cls, lengths: Sequence[int]) -> "Prefixes":
-        """Nothing is shared, whatever sequences of these lengths have in common."""
+        """Nothing is shared, whatever sequences of these lengths have in common; rows are in the batch's order."""
         place_T, count = np.arange(sum(lengths)), len(lengths)
         return cls(place_T, place_T, np.zeros(count, np.int64), np.full(count, -1))
 
@@ -72,6 +75,7 @@ class Prefixes:
         """Tokens that need not be computed."""
         return len(self.number_T) - len(self.place_U)
 
+    @cached_property
     def waves(self) -> list[Index]:
         """Sequences in the order in which they can be computed: those of a wave read from earlier waves alone."""
         wave_B = np.zeros_like(self.source_B)
@@ -87,7 +91,7 @@ class SharedView(PackedView):
         super().__init__(lengths, device)
         self._place_U = torch.from_numpy(prefixes.place_U).to(device)
         self._number_T = torch.from_numpy(prefixes.number_T).to(device)
-        self._is_all = len(prefixes.place_U) == sum(lengths)
+        self._is_all = prefixes.num_saved == 0
         self.positions_T, self.row_T, self.end_T = map(self.first, (self.positions_T, self.row_T, self.end_T))
 
     def first(self, rows_TX: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def test_a_wave_reads_from_earlier_ones(rng):
     for _ in range(50):
         found = prefixes_of(alike(rng, rng.randint(2, 12), 9))
         done: set[int] = {-1}
-        for wave in found.waves():
+        for wave in found.waves:
             assert all(found.source_B[number] in done for number in wave)
             done |= set(wave.tolist())
         assert done == {-1, *range(len(found.source_B))}
@@ -58,7 +58,12 @@ def test_a_wave_reads_from_earlier_ones(rng):
 
 def test_a_single_sequence_shares_nothing():
     found = prefixes_of([[3, 3, 3]])
-    assert (found.place_U.tolist(), found.number_T.tolist(), len(found.waves())) == ([0, 1, 2], [0, 1, 2], 1)
+    assert (found.place_U.tolist(), found.number_T.tolist(), len(found.waves)) == ([0, 1, 2], [0, 1, 2], 1)
+
+
+def test_sequences_that_share_nothing_keep_the_order_of_the_batch():
+    found = prefixes_of([[1, 2, 3], [4], [5, 6]])
+    assert found.place_U.tolist() == found.number_T.tolist() == list(range(6))
 
 
 @torch.no_grad()
