@@ -121,8 +121,18 @@ class _Dispatch:
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
         self._later: deque[tuple[Deltas, Item]] = deque()
-        self._is_scheduled = False
+        self._is_scheduled = self._flushes = False
         self.arrived: list[_Arrived] = []  # from any thread, since the last `pass_on`
+
+    def flush_soon(self, flush: Callable[[], None]) -> None:
+        """Call `flush` once the coroutines that are ready have run. On the event loop's thread."""
+        if not self._flushes:
+            self._flushes = True
+            self._event_loop.call_soon(self._flush, flush)
+
+    def _flush(self, flush: Callable[[], None]) -> None:
+        self._flushes = False
+        flush()
 
     def pass_on(self, abort: Callable[[Request], None]) -> None:
         """Pass what has arrived to the event loop. From one thread at a time. `abort` ends requests of a closed one."""
@@ -307,12 +317,14 @@ class AsyncEngine:
             raise RequestError(f"params is {params!r:.60}; allowed: a SamplingParams", param="sampling_params")
         stream = Deltas(params.n)
 
-        arrived = self._dispatch().arrived
+        dispatch = self._dispatch()
+        arrived = dispatch.arrived
 
         def deliver(request: Request, item: Item) -> None:
             arrived.append((stream, request, item))
 
-        request = self._client.submit(prompt_ids, params, checked, deliver, request_id, interval)
+        request = self._client.submit(prompt_ids, params, checked, deliver, request_id, interval, is_held=True)
+        dispatch.flush_soon(self._client.flush)
         self._requests.add(request)
         return stream, request
 

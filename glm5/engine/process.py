@@ -132,7 +132,7 @@ class _Inbox:
         self._socket = context.socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 0)
         self.bind(folder)
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._decoder = msgspec.msgpack.Decoder(list[ToEngine])
 
     def bind(self, folder: str) -> None:
         """Receive through a socket in this folder too."""
@@ -148,7 +148,7 @@ class _Inbox:
             self._socket.poll()
         with suppress(zmq.Again):
             while True:
-                messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+                messages += self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
         return messages
 
     def close(self) -> None:
@@ -207,16 +207,16 @@ def _by_client(message: Updates) -> dict[int, Updates]:
     """What a step brought, client by client."""
     parts: dict[int, Updates] = {}
     if (growth := message.growth) is not None:
-        at = 0
+        stop = 0
         for i, seq_id in enumerate(growth.seq_ids):
-            count = growth.counts[i] if growth.counts else 1
+            start, stop = stop, stop + (growth.counts[i] if growth.counts else 1)
             part = parts.setdefault(client_of(seq_id), Updates([], Growth(growth.version))).growth
             assert part is not None
             part.seq_ids.append(seq_id)
-            part.token_ids += growth.token_ids[at : at + count]
-            if growth.counts:
-                part.counts.append(count)
-            at += count
+            part.counts += growth.counts[i : i + 1]
+            part.token_ids += growth.token_ids[start:stop]
+            part.logprobs += growth.logprobs[start:stop]
+            part.sampling_mask += growth.sampling_mask[start:stop]
     for update in message.updates:
         parts.setdefault(client_of(update.seq_id), Updates([])).updates.append(update)
     return parts

@@ -108,7 +108,7 @@ class Drawn:
         vocabulary, device = Vocabulary(0, logits_GW.shape[1]), logits_GW.device
         features = Feature.MIN_P | Feature.HEAD
         z_GW = cut(logits_GW, vocabulary.best(logits_GW), lambda name: numbers[name].to(device), features, vocabulary)
-        return kept_of([recorded(bits_U) for bits_U in bits_of(z_GW > -torch.inf).cpu().numpy()], device)
+        return kept_of(recorded(bits_of(z_GW > -torch.inf).cpu().numpy()), device)
 
 
 def answers(

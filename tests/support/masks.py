@@ -10,7 +10,7 @@ from glm5.kernels.sampled_logprobs import Kept, bits_of, recorded
 def recorded_mask(ids: Iterable[int], vocab_size: int) -> bytes:
     is_kept_TW = torch.zeros(1, vocab_size, dtype=torch.bool)
     is_kept_TW[0, list(ids)] = True
-    return recorded(bits_of(is_kept_TW).numpy()[0])
+    return recorded(bits_of(is_kept_TW).numpy())[0]
 
 
 def kept_of(masks: Sequence[bytes], device: torch.device | str = "cpu") -> Kept:

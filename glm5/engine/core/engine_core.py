@@ -23,7 +23,7 @@ from glm5.engine.core.intake import Admission, Intake, Refusal
 from glm5.engine.core.interfaces import Followers, Launched, Memory, StepRunner, WeightSource
 from glm5.engine.core.pace import PromptPace, furthest_prompt
 from glm5.engine.core.profiling import Profiling
-from glm5.engine.core.replies import PromptReport, Reply, note_prompts
+from glm5.engine.core.replies import PromptReport, Reply, column, note_prompts
 from glm5.engine.core.stats import Counters, stats
 from glm5.engine.core.tiering import Tiering
 from glm5.engine.runner.result import StepResult
@@ -325,6 +325,9 @@ class EngineCore:
         elif outputs.seq_ids:
             self.counters.sampled += len(outputs.token_ids)
             self._growth = Growth(plan.version, outputs.seq_ids, outputs.token_ids, outputs.counts)
+        if self._growth is not None:
+            self._growth.logprobs = column(result.logprobs, self._growth)
+            self._growth.sampling_mask = column(result.masks, self._growth)
         for output in outputs.ended:
             self._report(output, plan, result)
         self._end_results()

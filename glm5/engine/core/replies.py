@@ -5,14 +5,15 @@ log-probabilities and experts are recorded by position, when a position is first
 with the first update of any of its answers, those of an answer's own tokens with the tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from glm5.engine.runner.result import StepResult
 from glm5.engine.runner.runner import SeqSpec
 from glm5.engine.sampling.grammar import Matcher
 from glm5.engine.scheduler.plan import EndReason, Item
-from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs, Update
+from glm5.engine.transport.wire import Growth, RoutedExperts, TokenLogprobs, Update
 
 
 class PromptReport:
@@ -68,7 +69,7 @@ class Reply:
 
     `num_tokens` includes the prompt, and is counted until the answer `is_plain`. `num_cached`: prompt tokens found in a
     cache. `began`: when its first step was launched. `num_routed`: tokens whose experts were reported. `is_plain`:
-    until its end, all that can be said of it is its tokens.
+    until its end, all that can be said of it is its tokens, and what is reported of each (`Growth`).
     """
 
     seq_id: int
@@ -107,8 +108,7 @@ class Reply:
                 own = self._own_experts(result.routed.get(self.seq_id))
                 update.routed = update.routed.then(own) if update.routed and own else update.routed or own
         is_told = self.report is None or (self.report.is_taken and not self.spec.routed)
-        is_bare = self.matcher is None and self.spec.params.logprobs is None and not self.spec.sampling_mask
-        self.is_plain = is_told and is_bare
+        self.is_plain = is_told and self.matcher is None
         return update
 
     def _own_experts(self, routed: RoutedExperts | None) -> RoutedExperts | None:
@@ -137,3 +137,13 @@ def note_prompts(items: Sequence[Item], result: StepResult, reports: dict[int, P
         report = reports.get(item.seq_id)
         if report is not None and item.kind == "prefill":
             report.add(item.start, result.prompt_logprobs.get(item.seq_id), result.routed.get(item.seq_id))
+
+
+def column(reported: Mapping[int, list[Any]], growth: Growth) -> list[Any]:
+    """What a step reported of each token of `growth`; empty if nothing."""
+    if not any(seq_id in reported for seq_id in growth.seq_ids):
+        return []
+    entries: list[Any] = []
+    for seq_id, count in zip(growth.seq_ids, growth.counts, strict=True):
+        entries += reported[seq_id][:count] if seq_id in reported else [None] * count
+    return entries

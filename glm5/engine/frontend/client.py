@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 from glm5.chat.tokenizer import Tokenizer
-from glm5.common.errors import EngineDead, GlmError, RequestError, named
+from glm5.common.errors import EngineDead, GlmError, RequestError, named, reason_of
 from glm5.engine.frontend.output_stream import NEVER, OutputStream
 from glm5.engine.frontend.outputs import RequestMetrics
 from glm5.engine.frontend.request_builder import Options, RequestBuilder
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 Deliver = Callable[["Request", OutputStream | GlmError], None]
 _POLL_SECONDS = 0.1
+_MOST_HELD = 256  # requests in one message: a step of the engine waits while it is read
 
 
 class Request:
@@ -72,7 +73,8 @@ class Client:
     ):
         self.tokenizer, self.link = tokenizer, link
         self._dead_because: str | None = None
-        self._lock = threading.Lock()  # orders each request or call before or after the engine's end
+        self._lock = threading.RLock()  # orders each request or call before or after the engine's end
+        self._held: list[ToEngine] = []  # requests that go with the next message, or `flush`
         first = first_id(link.client)
         self._seeds, self._seq_ids, self._call_ids, self._numbers = Random(seed), count(first), count(first), count()
         self._growing: dict[int, tuple[Request, OutputStream]] = {}
@@ -109,10 +111,15 @@ class Client:
         deliver: Deliver,
         request_id: str | None = None,
         interval: int = 1,
+        *,
+        is_held: bool = False,
     ) -> Request:
-        """Send a request. In the pumping thread `deliver` gets each stream that has news, once until they are taken, or
-        one error and nothing after it. `interval`: after an answer's first tokens, only if it has so many new ones, or
-        has ended. Raises RequestError for a request that cannot be served, EngineDead when the engine has ended."""
+        """Send a request; `is_held`: with the next one or at `flush`, since many in one message are cheaper.
+
+        In the pumping thread `deliver` gets each stream that has news, once until they are taken, or one error and
+        nothing after it. `interval`: after an answer's first tokens, only if it has so many new ones, or has ended.
+        Raises RequestError for a request that cannot be served, EngineDead when the engine has ended.
+        """
         prompt_ids = self.request_builder.check(prompt_ids, params, options)
         request = Request(str(next(self._numbers)) if request_id is None else request_id, prompt_ids, params, deliver)
         for index in range(params.n):
@@ -128,22 +135,33 @@ class Client:
             for seq_id, stream in request.streams.items():
                 self._growing[seq_id] = request, stream
             try:
-                self.link.send(message)
+                if is_held and len(self._held) < _MOST_HELD:
+                    self._held.append(message)
+                else:
+                    self._send(message)
             except BaseException:  # no update will arrive
                 for seq_id in request.streams:
                     del self._growing[seq_id]
                 raise
         return request
 
+    def flush(self) -> None:
+        """Send the requests that are held."""
+        try:
+            self._send()
+        except Exception as error:
+            logger.exception("requests could not be sent")
+            self.fail(reason_of(error))
+
     def abort(self, request: Request) -> None:
         """Abort a request in any state. Nothing more of it is delivered once the current `pump` returns."""
         known = [seq_id for seq_id in request.streams if self._growing.pop(seq_id, None) is not None]
         if known:
-            self.link.send(AbortRequests(tuple(known)))
+            self._send(AbortRequests(tuple(known)))
 
     def abort_all(self) -> None:
         """Abort all requests; each answer's last delta has finish_reason "abort"."""
-        self.link.send(AbortRequests())
+        self._send(AbortRequests())
 
     def call(self, make: Callable[[int], ToEngine]) -> Future[dict[str, Any]]:
         """Send `make(call_id)`; `pump` sets the result, or the GlmError if the engine refuses."""
@@ -153,7 +171,7 @@ class Client:
             self.check_alive()
             self._calls[call_id] = future
             try:
-                self.link.send(make(call_id))
+                self._send(make(call_id))
             except BaseException:
                 del self._calls[call_id]
                 raise
@@ -183,12 +201,19 @@ class Client:
                 request, stream = known
                 stream.abort()
                 request.deliver(request, stream)
-        self.link.send(Close())
+        self._send(Close())
 
     def fail(self, reason: str) -> None:
         """Kill the engine because of an error in this process."""
         self.link.kill()
         self._die(reason)
+
+    def _send(self, *messages: ToEngine) -> None:
+        """Send messages, after what is held."""
+        with self._lock:
+            held, self._held = self._held, []
+            if held or messages:
+                self.link.send(*held, *messages)
 
     def _wait_until_ready(self, on_loading: Callable[[Loading], None] | None) -> EngineInfo:
         try:
@@ -209,11 +234,10 @@ class Client:
 
     def _grow(self, growth: Growth, now: float) -> None:
         """Add the tokens of a step to their streams. This is run for every token: it must be short."""
-        growing, version, start = self._growing, growth.version, 0
-        if growth.counts:
-            for seq_id, count in zip(growth.seq_ids, growth.counts, strict=True):
-                self._update(Update(seq_id, growth.token_ids[start : start + count], version), now)
-                start += count
+        growing, version = self._growing, growth.version
+        if growth.counts or growth.logprobs or growth.sampling_mask:
+            for update in growth.updates():
+                self._update(update, now)
             return
         for seq_id, token_id in zip(growth.seq_ids, growth.token_ids, strict=True):
             known = growing.get(seq_id)
@@ -251,7 +275,7 @@ class Client:
         """An answer has ended; the engine is told if it does not know."""
         self._growing.pop(seq_id, None)
         if stream.found_stop:
-            self.link.send(StopAnswer(seq_id))
+            self._send(StopAnswer(seq_id))
         metrics = request.metrics
         if metrics.first_token_time is not None:
             metrics.last_token_time = max(stream.arrived, metrics.last_token_time or 0.0)

@@ -165,10 +165,12 @@ class SamplingParams:
     logits_processors: None = None
 
     def __post_init__(self) -> None:
-        self._check_numbers(NUMBERS)
-        for name in ("stop", "stop_token_ids", "bad_words"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, _as_tuple([value] if isinstance(value, str) else value))
+        given = [name for name, value in vars(self).items() if not _is_default(value, _DEFAULTS[name])]
+        self._check_numbers([name for name in given if name in NUMBERS])
+        for name in given:
+            if name in _TUPLES:
+                value = getattr(self, name)
+                object.__setattr__(self, name, _as_tuple([value] if isinstance(value, str) else value))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _as_tuple(self.allowed_token_ids))
         if self.logit_bias is not None:
@@ -177,7 +179,7 @@ class SamplingParams:
         for name in ("extra_args", "logits_processors"):
             if isinstance(getattr(self, name), Sized) and not len(getattr(self, name)):
                 object.__setattr__(self, name, None)
-        self._check(self._together(), self._lists(), self._others())
+        self._check(self._together(), self._lists(), self._others(given))
 
     @property
     def greedy(self) -> bool:
@@ -278,8 +280,8 @@ class SamplingParams:
         yield "structured_outputs", right, "a StructuredOutputsParams"
         yield "stop", self.detokenize or not self.stop, "none without text (detokenize is false)"
 
-    def _others(self) -> Iterator[tuple[str, bool, str]]:
-        for name in _FLAGS:
+    def _others(self, given: Sequence[str]) -> Iterator[tuple[str, bool, str]]:
+        for name in [name for name in given if name in _FLAGS]:
             yield name, isinstance(getattr(self, name), bool), "true or false"
         kinds = "DELTA (tokens as they come) or FINAL_ONLY (whole answers)"
         yield "output_kind", self.output_kind in (None, "DELTA", "FINAL_ONLY"), kinds
@@ -304,20 +306,26 @@ class Number(NamedTuple):
 
 
 def _numbers() -> Iterator[tuple[str, Number]]:
-    defaults = {one.name: one.default for one in fields(SamplingParams)}
     for name, hint in _HINTS.items():
         for kind in (hint, *get_args(hint)):
             if get_origin(kind) is Annotated:
                 number, bounds = get_args(kind)
                 types = (number, *((int,) if number is float else ()), *((NoneType,) if kind is not hint else ()))
-                yield name, Number(kind, types, bounds, defaults[name])
+                yield name, Number(kind, types, bounds, _DEFAULTS[name])
 
 
 _HINTS = get_type_hints(SamplingParams, include_extras=True)
-_FLAGS = [name for name, hint in _HINTS.items() if hint is bool]
+_DEFAULTS = {one.name: one.default for one in fields(SamplingParams)}
+_FLAGS = {name for name, hint in _HINTS.items() if hint is bool}
+_TUPLES = {"stop", "stop_token_ids", "bad_words"}
 NUMBERS = dict(_numbers())
 LOGIT_NUMBERS = {name: number for name, number in NUMBERS.items() if number.bounds.feature}  # those that act on logits
 _CHECKS = {name: (one.types, one.bounds.minimum, one.bounds.maximum, one.allowed) for name, one in NUMBERS.items()}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether a value surely is the default, which need not be checked."""
+    return value is default or (type(value) is type(default) is float and value == default)
 
 
 def _as_text(kind: str, value: Any) -> str:

@@ -44,14 +44,14 @@ class JoinedLink:
         self._poller.register(self._bell, zmq.POLLIN)
         self.send(Join(client))
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, *messages: ToEngine) -> None:
         """Without effect once the engine has ended. `Close` only ends this link."""
-        if isinstance(message, Close):
-            self.end(CLOSED)
-            return
+        sent = [message for message in messages if not isinstance(message, Close)]
         with self._sending:
-            if not self.ended:
-                self._outbox.send(self._encoder.encode(message))
+            if sent and not self.ended:
+                self._outbox.send(self._encoder.encode(sent))
+        if len(sent) < len(messages):
+            self.end(CLOSED)
 
     def receive(self, timeout: float) -> list[ToClient]:
         with self._receiving:

@@ -1,6 +1,6 @@
 """The connection of a client to an engine core, in a process of its own or in this one. Both have the same methods.
 
-    send(message)          from any thread; without effect once the engine has ended
+    send(*messages)        from any thread; without effect once the engine has ended
     receive(timeout)       the messages that arrived, after at most `timeout` seconds; the last one ever is a `Dead`
     kill()                 end the engine now, without waiting for anything
 
@@ -69,7 +69,7 @@ class Link(Protocol):
     @property
     def is_forked(self) -> bool: ...
 
-    def send(self, message: ToEngine) -> None: ...
+    def send(self, *messages: ToEngine) -> None: ...
     def receive(self, timeout: float) -> list[ToClient]: ...
     def kill(self) -> None: ...
 
@@ -88,9 +88,10 @@ class InlineLink:
     def is_forked(self) -> bool:
         return False
 
-    def send(self, message: ToEngine) -> None:
-        if not self.ended:
-            self._inbox.put(message)
+    def send(self, *messages: ToEngine) -> None:
+        for message in messages:
+            if not self.ended:
+                self._inbox.put(message)
 
     def receive(self, timeout: float) -> list[ToClient]:
         """Run one step of the core if it has work; else wait for a message first."""
@@ -179,14 +180,14 @@ class ProcessLink:
         """Sockets do not work in a fork: their calls would never return."""
         return os.getpid() != self._owner
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, *messages: ToEngine) -> None:
         if self.is_forked:
             return
         with self._sending:
             if self.ended or not self._finalizer.alive:  # not alive: the interpreter is ending
                 return
-            self._outbox.send(self._encoder.encode(message))
-            if isinstance(message, Close) and self._closing_since is None:
+            self._outbox.send(self._encoder.encode(messages))
+            if self._closing_since is None and any(isinstance(message, Close) for message in messages):
                 self._closing_since = time.monotonic()
 
     def receive(self, timeout: float) -> list[ToClient]:
@@ -321,7 +322,7 @@ class _Ends:
 
     def send_close(self) -> None:
         with self.sending, suppress(zmq.ZMQError):
-            self.outbox.send(msgspec.msgpack.encode(Close()))
+            self.outbox.send(msgspec.msgpack.encode([Close()]))
 
     def close(self) -> None:
         """Call it once the process has ended. At interpreter exit another thread may still be receiving. It notices the

@@ -1,10 +1,13 @@
 """Messages between clients and the engine process: typed structs, MessagePack on the wire (msgspec).
 
-A client sends `AddRequest` and receives `Update`s, in the order in which they were computed. A call that waits for its
-result has a `call_id` and gets one `Answer`. The client converts text: messages carry only token ids.
+A client sends lists of messages, such as `AddRequest`, and receives `Update`s, in the order in which they were
+computed. A call that waits for its result has a `call_id` and gets one `Answer`. The client converts text: messages
+carry only token ids.
 """
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -290,13 +293,28 @@ class Growth(msgspec.Struct, array_like=True):
     """New tokens of answers of which there is nothing else to say: one struct for all of them after a step.
 
     `token_ids` are those of all answers, one after the other; `counts` says how many each has, and is empty if each has
-    one. `version`: as in `Update`.
+    one. `version`: as in `Update`. `logprobs` and `sampling_mask`, too, one a token, None where it was not requested;
+    empty if no answer did.
     """
 
     version: int
     seq_ids: list[int] = []
     token_ids: list[int] = []
     counts: list[int] = []
+    logprobs: list[TokenLogprobs | None] = []
+    sampling_mask: list[bytes | None] = []
+
+    def updates(self) -> "Iterator[Update]":
+        """The same, as an update for each answer."""
+        stop = 0
+        for seq_id, count in zip(self.seq_ids, self.counts or repeat(1)):  # noqa: B905 - `repeat` has no end
+            start, stop = stop, stop + count
+            update = Update(seq_id, self.token_ids[start:stop], self.version)
+            if self.logprobs and self.logprobs[start] is not None:
+                update.logprobs = cast("list[TokenLogprobs]", self.logprobs[start:stop])
+            if self.sampling_mask and self.sampling_mask[start] is not None:
+                update.sampling_mask = cast("list[bytes]", self.sampling_mask[start:stop])
+            yield update
 
 
 class Updates(msgspec.Struct, tag=True):

@@ -74,7 +74,7 @@ def has_mask(params) -> bool:
 
 
 def mask(got, row) -> list[int]:
-    return kept_ids(recorded(got.mask_TU[row].numpy())).tolist()
+    return kept_ids(recorded(got.mask_TU.numpy())[row]).tolist()
 
 
 def sampled(names, logits_TW):
