@@ -256,3 +256,32 @@ def test_options_that_do_not_exist(llm, options, message):
 async def answer_with(engine, options):
     async with engine.generate([1], GREEDY, **options) as deltas:
         return [delta async for delta in deltas]
+
+
+def test_requests_of_one_turn_are_one_message(llm, monkeypatch):
+    sent, send = list[list[str]](), llm.client.link.send
+
+    def record(*messages):
+        sent.append([type(message).__name__ for message in messages])
+        send(*messages)
+
+    async def main():
+        return await asyncio.gather(*[answer(engine, [i + 1]) for i in range(300)])
+
+    monkeypatch.setattr(llm.client.link, "send", record)
+    with AsyncEngine(llm) as engine:
+        assert {len(ids) for ids in asyncio.run(main())} == {12}
+    # 256 of them are held at most.
+    assert sent == [["AddRequest"] * 257, ["AddRequest"] * 43, ["Close"]]
+
+
+def test_requests_that_cannot_be_sent_fail(llm, monkeypatch):
+    async def main():
+        return await asyncio.gather(*[answer(engine, [i + 1]) for i in range(3)], return_exceptions=True)
+
+    with AsyncEngine(llm) as engine:
+        monkeypatch.setattr(llm.client.link, "send", lambda *messages: 1 / 0)
+        failures = asyncio.run(main())
+        assert [type(failure) for failure in failures] == [EngineDead] * 3
+        assert "division by zero" in str(failures[0])
+        monkeypatch.undo()

@@ -431,7 +431,7 @@ def test_numbers_beyond_the_context_are_asked_for_as_its_end(scripted):
 
 def test_what_cannot_be_sent_is_forgotten(scripted, monkeypatch):
     llm = scripted()
-    monkeypatch.setattr(llm.client.link, "send", lambda message: 1 / 0)
+    monkeypatch.setattr(llm.client.link, "send", lambda *messages: 1 / 0)
     for call in (lambda: llm.generate([[1]], PLAIN), llm.stats):
         with pytest.raises(ZeroDivisionError):
             call()

@@ -13,20 +13,26 @@ from glm5.config.presets import preset
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.joined import JoinedLLM, forget, share
 from glm5.engine.llm import LLM
+from glm5.engine.process import _by_client
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.joined import JoinedLink
 from glm5.engine.transport.wire import (
     AbortRequests,
     AddRequest,
+    Growth,
     Join,
     Leave,
     PauseCall,
+    TokenLogprobs,
+    Update,
+    Updates,
     client_of,
     first_id,
     sender_of,
 )
 from tests.support.core_driver import CoreDriver, ReceivedAnswer
 from tests.support.cores import scripted_start
+from tests.support.updates import updates_of
 
 PLAIN = SamplingParams(max_tokens=8, ignore_eos=True)
 ENDLESS = PLAIN.but(max_tokens=None)
@@ -154,3 +160,27 @@ def test_the_core_aborts_what_a_client_left():
     driver.check(kept)
     assert [driver.received[seq_id].reason for seq_id in ids] == ["abort", "abort"]
     driver.check_empty()
+
+
+def test_columns_of_a_step_are_divided_by_client(rng):
+    """As the same updates one by one, whatever was reported of which answer."""
+    for reported in ((), ("logprobs",), ("sampling_mask",), ("logprobs", "sampling_mask")):
+        for most in (1, 3):
+            expected, growth = list[Update](), Growth(7, [], [], [])
+            for number in range(40):
+                count = rng.randint(1, most)
+                update = Update(first_id(rng.randrange(3)) + number, [rng.randrange(100) for _ in range(count)], 7)
+                if "logprobs" in reported and rng.random() < 0.7:
+                    update.logprobs = [TokenLogprobs(one, -rng.random(), -rng.random(), 1) for one in update.token_ids]
+                if "sampling_mask" in reported and rng.random() < 0.7:
+                    update.sampling_mask = [rng.randbytes(4) for _ in update.token_ids]
+                growth.seq_ids.append(update.seq_id)
+                growth.token_ids += update.token_ids
+                growth.counts += [count] if most > 1 else []
+                growth.logprobs += (update.logprobs or [None] * count) if "logprobs" in reported else []
+                growth.sampling_mask += (update.sampling_mask or [None] * count) if "sampling_mask" in reported else []
+                expected.append(update)
+            assert list(growth.updates()) == expected
+            parts = _by_client(Updates([], growth))
+            for client in range(3):
+                assert list(updates_of(parts[client])) == [one for one in expected if client_of(one.seq_id) == client]
