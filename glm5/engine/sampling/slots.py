@@ -8,6 +8,9 @@ flags are kept: they say which work a batch needs. Tables have one slot more tha
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +35,16 @@ _FOREVER = torch.iinfo(torch.int64).max
 
 # Columns, one value a slot: the numbers that act on logits, min_p as its logarithm, and the seed.
 _FLOATS = [name for name, number in LOGIT_NUMBERS.items() if float in number.types]
-_INTS = [*(name for name in LOGIT_NUMBERS if name not in _FLOATS), "seed"]
+_INTS = [name for name in LOGIT_NUMBERS if name not in _FLOATS]
+_values_of = attrgetter(*LOGIT_NUMBERS)
+
+
+class Numbers(NamedTuple):
+    """Columns of a sequence, and the features that they need."""
+
+    floats: tuple[float, ...]
+    ints: tuple[float, ...]
+    features: int
 
 
 @dataclass(frozen=True)
@@ -54,11 +66,12 @@ class Placement:
     sampling_mask: bool = False
 
     @property
+    def numbers(self) -> Numbers:
+        return _numbers(_values_of(self.params), is_greedy=self.params.greedy)
+
+    @property
     def features(self) -> int:
-        params, features = self.params, 0
-        for name, value in _numbers(params).items():
-            features |= LOGIT_NUMBERS[name].bounds.feature if value != LOGIT_NUMBERS[name].default else 0
-        features = features & ~(CUTS | Feature.TEMPERED) if params.greedy else features | Feature.RANDOM
+        params, features = self.params, self.numbers.features
         features |= 0 if params.logprobs is None else Feature.LOGPROBS
         features |= Feature.MASK if self.sampling_mask else 0
         features |= Feature.BIASES if params.logit_bias or (params.min_tokens > 0 and self.stop_ids) else 0
@@ -81,9 +94,9 @@ class SlotTables:
             return torch.full((S, *shape), fill, dtype=dtype, device=device)
 
         self._floats = table(len(_FLOATS), dtype=torch.float32)
-        self._ints = table(len(_INTS), dtype=torch.int64)
+        self._ints = table(len(_INTS) + 1, dtype=torch.int64)
         columns = (*self._floats.unbind(dim=1), *self._ints.unbind(dim=1))
-        self._column_Y = dict(zip((*_FLOATS, *_INTS), columns, strict=True))
+        self._column_Y = dict(zip((*_FLOATS, *_INTS, "seed"), columns, strict=True))
         self.counts_YW = table(vocab_size, dtype=torch.int32)
         self.in_prompt_YW = table(vocab_size, dtype=torch.bool)
         self.bias_ids_YU = table(MAX_LOGIT_BIASES + MAX_STOP_IDS, dtype=torch.int64)
@@ -136,11 +149,10 @@ class SlotTables:
         self._cached = None
         self._num_logprobs[slots] = [placement.params.logprobs or 0 for placement in placements]
         index = self._upload(slots)
-        columns = [_columns(placement) for placement in placements]
-        floats = np.array([[column[name] for name in _FLOATS] for column in columns], dtype=np.float32)
+        floats = np.array([placement.numbers.floats for placement in placements], dtype=np.float32)
         self._floats.index_copy_(0, index, self._upload(floats))
-        ints = np.array([[column[name] for name in _INTS] for column in columns], dtype=np.int64)
-        self._ints.index_copy_(0, index, self._upload(ints))
+        ints = [(*placement.numbers.ints, _signed(placement.seed)) for placement in placements]
+        self._ints.index_copy_(0, index, self._upload(np.array(ints, dtype=np.int64)))
         for placement, work in zip(placements, features, strict=True):
             if work & Feature.PENALTIES:
                 self._write_counts(placement)
@@ -236,16 +248,21 @@ class SlotTables:
         return upload(array, self.device)
 
 
-def _numbers(params: SamplingParams) -> dict[str, float]:
-    """Those that act on logits, the same for all values that mean the same."""
-    numbers = {name: getattr(params, name) for name in LOGIT_NUMBERS}
-    numbers["temperature"] = 0.0 if params.greedy else params.temperature
-    numbers["top_k"] = max(params.top_k, 0)
-    return numbers
+@lru_cache(maxsize=1024)
+def _numbers(values: tuple[float, ...], *, is_greedy: bool) -> Numbers:
+    """Of the values of LOGIT_NUMBERS: the same for all values that mean the same."""
+    given = dict(zip(LOGIT_NUMBERS, values, strict=True))
+    given["temperature"] = 0.0 if is_greedy else given["temperature"]
+    given["top_k"] = max(given["top_k"], 0)
+    features = 0
+    for name, value in given.items():
+        features |= LOGIT_NUMBERS[name].bounds.feature if value != LOGIT_NUMBERS[name].default else 0
+    features = features & ~(CUTS | Feature.TEMPERED) if is_greedy else features | Feature.RANDOM
+    given["min_p"] = math.log(given["min_p"]) if given["min_p"] > 0 else -math.inf
+    return Numbers(tuple([given[name] for name in _FLOATS]), tuple([given[name] for name in _INTS]), features)
 
 
-def _columns(placement: Placement) -> dict[str, float]:
-    columns, min_p, seed = _numbers(placement.params), placement.params.min_p, placement.seed % 2**64
-    columns["min_p"] = math.log(min_p) if min_p > 0 else -math.inf
-    columns["seed"] = seed - 2**64 if seed >> 63 else seed
-    return columns
+def _signed(seed: int) -> int:
+    """A seed of 64 bits as torch holds it."""
+    seed %= 2**64
+    return seed - 2**64 if seed >> 63 else seed

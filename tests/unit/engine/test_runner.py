@@ -1,5 +1,7 @@
 """Steps on a real model: the tokens of computing everything anew, however the work was cut, batched and drafted."""
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
@@ -257,10 +259,11 @@ def test_who_waits_for_a_prompt_waits_for_the_model_alone(model, monkeypatch, fu
 
 def test_sequences_enter_in_one_copy(model, monkeypatch, rng):
     """From memory that a copy does not wait for: steps that are under way go on meanwhile."""
-    copies, upload = [], slot_state.upload
-    monkeypatch.setattr(slot_state, "upload", lambda array, device: copies.append(len(array)) or upload(array, device))
+    copies, upload, bench = [], slot_state.upload, Bench(model, max_tokens_per_step=64)
+    host, bench.runner.slots.device = bench.runner.slots.device, SimpleNamespace(type="cuda")  # a host's are written
+    monkeypatch.setattr(slot_state, "upload", lambda array, _: copies.append(len(array)) or upload(array, host))
     prompts, params = random_prompts(rng, 3, longest=20), SamplingParams(temperature=0, max_tokens=2)
-    run = Bench(model, max_tokens_per_step=64).run(prompts, params)
+    run = bench.run(prompts, params)
     assert run.tokens == {i: greedy(model, prompt, 2) for i, prompt in enumerate(prompts)}
     entered = [plan.entered for plan in run.plans if plan.entered]
     assert len(copies) == len(entered) + sum(bool(plan.table) for plan in run.plans)
