@@ -78,8 +78,7 @@ class EnginePass:
         is_first_T = position_T >= prefixes.shared_B[row_T]
         traces, places = list[Trace](), list[Index]()
         for wave in prefixes.waves:
-            for number in wave:
-                _share(cache, table_BP, int(prefixes.source_B[number]), number, int(prefixes.shared_B[number]))
+            _share(cache, table_BP, prefixes, wave)
             rows = (is_first_T & np.isin(row_T, wave)).nonzero()[0]
             for first in range(0, len(rows), _MOST_ROWS):  # none where all of it is shared
                 place_T = rows[first : first + _MOST_ROWS]
@@ -163,7 +162,8 @@ class EnginePass:
     def _experts(self) -> Tensor:
         """int16 [T, MoE layers, A]."""
         if not self.model.cfg.has_experts:
-            return torch.zeros(sum(map(len, self._streams[:1])), 0, 0, dtype=torch.int16)
+            num_rows = sum(map(len, self._streams[:: len(self._layers) + 1]))
+            return torch.zeros(num_rows, 0, 0, dtype=torch.int16, device=self.model.device)
         if self._routing is not None:
             return self._routing.experts()
         return torch.cat([torch.cat(layer.recorded or []) for layer in self._native_layers()], dim=1)
@@ -175,12 +175,15 @@ def _joined(parts: list[Tensor | None], count: int) -> Tensor | None:
     return torch.cat(found)[:count] if found else None
 
 
-def _share(cache: KVCache, table_BP: Index, source: int, number: int, count: int) -> None:
-    """Let a sequence begin with the first `count` keys of another: whole pages are the other's, the rest is copied."""
-    whole = count // PAGE_SIZE
-    table_BP[number, :whole] = table_BP[source, :whole]
-    if count % PAGE_SIZE:
-        cache.copy_pages([(int(table_BP[source, whole]), int(table_BP[number, whole]))])
+def _share(cache: KVCache, table_BP: Index, prefixes: Prefixes, wave: Index) -> None:
+    """Let sequences begin with keys of earlier ones: whole pages are theirs, the rest is copied."""
+    copied = list[tuple[int, int]]()
+    for number, source, count in zip(wave, prefixes.source_B[wave], prefixes.shared_B[wave], strict=True):
+        whole = count // PAGE_SIZE
+        table_BP[number, :whole] = table_BP[source, :whole]
+        if count % PAGE_SIZE:
+            copied.append((int(table_BP[source, whole]), int(table_BP[number, whole])))
+    cache.copy_pages(copied)
 
 
 def _in_order(traces: Sequence[Trace], order_U: Tensor) -> Trace:
