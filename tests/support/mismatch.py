@@ -12,6 +12,7 @@ import copy
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,9 @@ class Mismatch:
         )
 
 
-def sample(source: Glm5 | Path, vocab_size: int, *, ways=SAMPLED, seed: int = 0, **settings: Any) -> Sampled:
+def sample(
+    source: Glm5 | Path, vocab_size: int, *, ways: Sequence[dict[str, Any]] = SAMPLED, seed: int = 0, **settings: Any
+) -> Sampled:
     """`settings`: of the engine."""
     rng = random.Random(seed)
     prompts = prompts_of(rng, vocab_size, [rng.randint(1, 150) for _ in range(NUM_SEQS)])
@@ -86,8 +89,8 @@ def sample(source: Glm5 | Path, vocab_size: int, *, ways=SAMPLED, seed: int = 0,
         arithmetic = llm.client.info.arithmetic
         for number, output in enumerate(llm.generate(prompts, params, use_tqdm=False, routed_experts=True)):
             answer = output.outputs[0]
-            tokens = answer.token_ids, answer.tempered_logprobs, answer.weight_versions
-            drawn.add(number, *tokens, params[number])
+            logprobs = answer.tempered_logprobs or []
+            drawn.add(number, answer.token_ids, logprobs, answer.weight_versions, params[number])
             experts.append(answer.routed_experts)
     return Sampled(drawn, torch.from_numpy(np.concatenate(experts)).to(drawn_device(source)), arithmetic)
 
