@@ -10,6 +10,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,10 +96,9 @@ class Buffers:
             self._memory.append(mmap.mmap(self.descriptors[-1], num_bytes))
         self._pinned: list[int] = []
         if torch.cuda.is_initialized():  # a copy to pinned memory is several times as fast
-            for memory in self._memory:
-                address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)))
-                self._pinned.append(address)
+            self._pinned = [torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in self._memory]
+            for address in self._pinned:
+                torch.cuda.check_error(int(_cudart().cudaHostRegister(address, num_bytes, 0)))
 
     @torch.no_grad()
     def fill(self, which: int, bucket: Sequence[tuple[TensorLayout, int]], tensors: Iterator[Tensor]) -> int:
@@ -118,11 +118,15 @@ class Buffers:
     def close(self) -> None:
         """The memory is free once no process reads it any more."""
         while self._pinned:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())))
+            torch.cuda.check_error(int(_cudart().cudaHostUnregister(self._pinned.pop())))
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
         self._memory.clear()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
 
 
 def _unit(name: str) -> tuple[int, str]:
