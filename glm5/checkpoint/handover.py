@@ -2,27 +2,28 @@
 
     tensors -> buckets of at most a layer -> one of two buffers, in turn -> sum of its bytes
 
-While the engine reads one buffer, the other is filled. The buffers have no name in any folder: the engine opens them by
-this process's number, and they are gone when it ends, however it ends.
+While the engine reads one buffer, the other is filled. For tensors on a GPU they are pinned. The buffers have no name
+in any folder: the engine opens them by this process's number, and they are gone when it ends, however it ends.
 """
 
 import mmap
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from glm5.checkpoint.names import SCALE_SUFFIX, STACKED, place_of
 from glm5.checkpoint.shard import CODES, DTYPES
+from glm5.checkpoint.sums import checksum
 from glm5.checkpoint.update import is_finite
 from glm5.checkpoint.writer import TensorLayout
 from glm5.common import host_memory
 from glm5.common.errors import CheckpointError
 
-MAX_BUCKET_BYTES = 1 << 30  # of several modules; a layer of GLM-5 has 20 GB in bfloat16
+MAX_BUCKET_BYTES = 1 << 28  # of several modules; a layer of GLM-5 has 20 GB in bfloat16
 _ALIGNMENT = 64
 NUM_BUFFERS = 2
 
@@ -93,10 +94,15 @@ class Buffers:
             self.descriptors.append(os.memfd_create("glm5-push"))
             os.ftruncate(self.descriptors[-1], num_bytes)
             self._memory.append(mmap.mmap(self.descriptors[-1], num_bytes))
+        self._pinned: list[int] = []
+        if torch.cuda.is_initialized():  # a copy to pinned memory is several times as fast
+            self._pinned = [torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in self._memory]
+            for address in self._pinned:
+                torch.cuda.check_error(int(_cudart().cudaHostRegister(address, num_bytes, 0)))
 
     @torch.no_grad()
     def fill(self, which: int, bucket: Sequence[tuple[TensorLayout, int]], tensors: Iterator[Tensor]) -> int:
-        """Copy the next tensors into a buffer, as the bucket says. Returns the CRC-32 of its bytes."""
+        """Copy the next tensors into a buffer, as the bucket says. Returns the checksum of its bytes."""
         memory, stop = torch.frombuffer(self._memory[which], dtype=torch.uint8), 0
         for layout, start in bucket:
             tensor = next(tensors, None)
@@ -106,14 +112,21 @@ class Buffers:
                 raise CheckpointError(f"{layout.name} is {tensor.dtype} {list(tensor.shape)}, announced: {layout}")
             stop = start + layout.num_bytes
             memory[start:stop].view(DTYPES[layout.dtype]).view(layout.shape).copy_(tensor)
-        return zlib.crc32(memory[:stop].numpy().data)
+        held = memory.numpy().data
+        return checksum(lambda first, last: held[first:last], stop)
 
     def close(self) -> None:
         """The memory is free once no process reads it any more."""
+        while self._pinned:
+            torch.cuda.check_error(int(_cudart().cudaHostUnregister(self._pinned.pop())))
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
         self._memory.clear()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
 
 
 def _unit(name: str) -> tuple[int, str]:

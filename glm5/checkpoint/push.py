@@ -6,7 +6,7 @@ A bucket is read as a file of a checkpoint is: this rank's part of each tensor i
 small staging buffers, so no copy of the weights is ever made. Parameters keep their addresses.
 """
 
-import zlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,12 +15,11 @@ import torch
 from glm5.checkpoint.index import ShardIndex, counted
 from glm5.checkpoint.names import slot_of
 from glm5.checkpoint.shard import TensorEntry
+from glm5.checkpoint.sums import PART_BYTES, checksum
 from glm5.checkpoint.update import is_finite, match, parts_of
 from glm5.common.errors import CheckpointError
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import UNSHARDED, Shard
-
-_CHUNK_BYTES = 8 << 20
 
 
 class Push:
@@ -44,10 +43,20 @@ class Push:
         self._match = match(model, ShardIndex("the update", entries))
         self.is_complete = self._match.is_complete
 
-    def check_sum(self, number: int, checksum: int) -> None:
-        """CheckpointError if the bytes of a bucket are not those that were sent, by their CRC-32."""
+    def check_sum(self, number: int, want: int) -> None:
+        """CheckpointError if the bytes of a bucket are not those that were sent, by their checksum."""
         bucket = self._buckets[number]
-        if checksum_of(self._directory / bucket[0].file, max(entry.stop for entry in bucket)) != checksum:
+        path, num_bytes = self._directory / bucket[0].file, max(entry.stop for entry in bucket)
+        local = threading.local()
+
+        def read(start: int, stop: int) -> memoryview:
+            if not hasattr(local, "buffer"):
+                local.buffer = memoryview(bytearray(PART_BYTES))
+            with path.open("rb", buffering=0) as file:
+                file.seek(start)
+                return local.buffer[: file.readinto(local.buffer[: stop - start])]
+
+        if checksum(read, num_bytes) != want:
             raise CheckpointError(
                 f"bucket {number + 1} of {len(self._buckets)}, from {bucket[0].name} on, arrived with a wrong checksum"
             )
@@ -66,12 +75,3 @@ class Push:
                 bad.append(name)
         if bad:
             raise CheckpointError(f"{counted(bad, 'tensor')} of the update would hold NaN or infinity")
-
-
-def checksum_of(path: Path, num_bytes: int) -> int:
-    """CRC-32 of the first bytes of a file."""
-    found = 0
-    with path.open("rb", buffering=0) as file:
-        while num_bytes and (chunk := file.read(min(num_bytes, _CHUNK_BYTES))):
-            found, num_bytes = zlib.crc32(chunk, found), num_bytes - len(chunk)
-    return found

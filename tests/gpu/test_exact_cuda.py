@@ -4,29 +4,21 @@ step costs at most what a step may cost. And what training without it is apart f
 Run it on one GPU: `python -m pytest tests/gpu/test_exact_cuda.py -s`.
 """
 
-import random
 import statistics
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import glm5
-from glm5.engine.llm import LLM
-from glm5.engine.sampling.params import SamplingParams
 from glm5.kernels.sampled_logprobs import sampled_logprobs
 from glm5.model.packed import PackedView
 from glm5.rl.training.exact import ExactPass
-from glm5.rl.training.expert_replay import replayed_experts
 from glm5.rl.training.prefixes import Prefixes
-from tests.support.exact import REPORTED, SAMPLED, Drawn, default_logprobs, num_unlike, prompts_of
+from tests.support.exact import default_logprobs, num_unlike
+from tests.support.mismatch import MINI, NUM_SEQS, NUM_TOKENS, TEMPERATURE, controls, passes, sample
 
 pytestmark = pytest.mark.gpu
 
-MINI = Path(__file__).parents[2] / "models" / "mini"
-NUM_SEQS, NUM_TOKENS = 64, 128  # 8,192 sampled tokens
-ICEPOP = 2.0  # a ratio beyond this, or below its inverse, is masked
 WARM, TIMED = 3, 10
 
 
@@ -35,35 +27,10 @@ def model():
     return glm5.load(MINI, device="cuda").requires_grad_()
 
 
-def rollouts(model, *, deterministic: bool, ways=SAMPLED, seed=0) -> tuple[Drawn, torch.Tensor, str | None]:
-    """8,192 sampled tokens, the experts of all computed tokens, and the engine's arithmetic."""
-    rng = random.Random(seed)
-    prompts = prompts_of(rng, model.cfg.vocab_size, [rng.randint(1, 150) for _ in range(NUM_SEQS)])
-    params = [
-        SamplingParams(
-            max_tokens=NUM_TOKENS,
-            **REPORTED,
-            seed=rng.getrandbits(31),
-            **ways[number % len(ways)],
-        )
-        for number in range(NUM_SEQS)
-    ]
-    drawn, experts = Drawn(sequences=[list(prompt) for prompt in prompts]), []
-    settings = {"enable_return_routed_experts": True, "max_model_len": 320, "max_num_seqs": NUM_SEQS}
-    with LLM(model, deterministic=deterministic, **settings) as llm:
-        arithmetic = llm.client.info.arithmetic
-        for number, output in enumerate(llm.generate(prompts, params, use_tqdm=False, routed_experts=True)):
-            answer = output.outputs[0]
-            tokens = answer.token_ids, answer.tempered_logprobs, answer.weight_versions
-            drawn.add(number, *tokens, params[number])
-            experts.append(answer.routed_experts)
-    return drawn, torch.from_numpy(np.concatenate(experts)).cuda(), arithmetic
-
-
 def test_every_sampled_token_has_the_engines_bits(model):
-    drawn, expert_TLA, arithmetic = rollouts(model, deterministic=True)
-    exact = ExactPass(model, threads=1)
-    exact.check(arithmetic)
+    sampled = sample(model, model.cfg.vocab_size, deterministic=True)
+    drawn, expert_TLA, exact = sampled.drawn, sampled.expert_TLA, ExactPass(model, threads=1)
+    exact.check(sampled.arithmetic)
     logprob_G = drawn.scored(exact)
     prefixes = Prefixes.of(drawn.ids.numpy(), drawn.lengths)
     trace = exact.engine.run(drawn.ids.cuda(), drawn.lengths, prefixes)
@@ -75,7 +42,7 @@ def test_every_sampled_token_has_the_engines_bits(model):
     known = (expert_TLA >= 0).all(dim=-1)
     assert torch.equal(found_TLA[known], expert_TLA[known])
     # The controls: the definition's own pass; no temperature.
-    plain = rollouts(model, deterministic=True, ways=[{"temperature": 1.0}])[0]
+    plain = sample(model, model.cfg.vocab_size, ways=[{"temperature": 1.0}], deterministic=True).drawn
     assert num_unlike(default_logprobs(model, plain), plain.reported) > len(logprob_G) / 2
     ones = torch.ones_like(drawn.temperatures)
     # (A token that is all but certain keeps its bits at any temperature.)
@@ -83,7 +50,7 @@ def test_every_sampled_token_has_the_engines_bits(model):
 
 
 def test_the_cost_of_an_exact_step(model):
-    drawn = rollouts(model, deterministic=False, ways=[{"temperature": 1.0}])[0]
+    drawn = sample(model, model.cfg.vocab_size, ways=[{"temperature": 1.0}], deterministic=False).drawn
     ids_T, lengths = drawn.ids.cuda(), drawn.lengths
     row_G, target_G, temperature_G = drawn.rows.cuda(), drawn.targets.cuda(), drawn.temperatures.cuda()
     view, exact = PackedView(lengths, "cuda"), ExactPass(model, threads=1)
@@ -129,23 +96,14 @@ def timed(run) -> float:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@torch.no_grad()
 def test_what_other_training_passes_are_apart(model, deterministic):
-    """Printed: differences to the rollout, the estimate k3 of the KL divergence, the share that IcePop masks."""
-    drawn, expert_TLA, _ = rollouts(model, deterministic=deterministic, ways=[{"temperature": 1.0}])
-    default = default_logprobs(model, drawn)
-    with replayed_experts(model, expert_TLA):
-        replayed = default_logprobs(model, drawn)
-    exact = drawn.scored(ExactPass(model, threads=1))
-    print(f"\nengine deterministic: {deterministic}")
-    for name, logprob_G in (("definition", default), ("with replay", replayed), ("exact", exact)):
-        log_ratio_G = logprob_G - drawn.reported
-        ratio_G = log_ratio_G.exp()
-        masked = ((ratio_G > ICEPOP) | (ratio_G < 1 / ICEPOP)).float().mean()
-        k3 = (ratio_G - 1 - log_ratio_G).mean()
-        print(
-            f"{name:12} mean {log_ratio_G.abs().mean():.2e}, largest {log_ratio_G.abs().max():.2e}, k3 {k3:.2e}, "
-            f"masked {masked:.3%}, differ {(log_ratio_G != 0).float().mean():.1%}"
-        )
+    """Less than what mistakes are."""
+    ways = [{"temperature": TEMPERATURE}]
+    sampled = sample(model, model.cfg.vocab_size, ways=ways, deterministic=deterministic)
+    found, mistakes = passes(model, sampled), controls(model, sampled)
+    for name, one in (found | mistakes).items():
+        print(f"\n{deterministic=}: {name:16}{one}", end="")
+    assert min(one.k3 for one in mistakes.values()) > max(one.k3 for one in found.values())
+    assert min(one.mean for one in mistakes.values()) > max(one.mean for one in found.values())
     if deterministic:
-        assert not (exact != drawn.reported).any()
+        assert found["exact"].differ == 0

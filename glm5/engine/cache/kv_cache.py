@@ -17,6 +17,7 @@ selection have no index keys; the MTP layer is one more layer. A page is contigu
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -36,6 +37,7 @@ from glm5.kernels.sparse_mla import sparse_mla
 from glm5.kernels.sparse_mla.grouped import attend_few
 from glm5.kernels.store_rows import store_rows
 from glm5.kernels.store_rows.in_place import Where, as_array, write_rows
+from glm5.kernels.upload import upload
 
 PAGE_SIZE = 64
 
@@ -163,6 +165,11 @@ class KVCache:
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages, (source, target) each, in order."""
+        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+        if len(pairs) > 1 and len({*sources, *targets}) == len({*sources}) + len(targets):  # in any order: at once
+            source_N, target_N = upload(np.array([sources, targets]), self.device)
+            self._page_bytes.index_copy_(0, target_N, self._page_bytes.index_select(0, source_N))
+            return
         for source, target in pairs:
             self._page_bytes[target].copy_(self._page_bytes[source])
 

@@ -253,6 +253,7 @@ def _attend(
     BLOCK_R: tl.constexpr,
     GROUPS: tl.constexpr,
     SELECTED: tl.constexpr,
+    ASCENDING: tl.constexpr,
     IS_FP8: tl.constexpr,
     MERGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -283,7 +284,8 @@ def _attend(
         is_new = tl.min(tl.where(row == its_row, place, QUERIES), axis=0) == first
         last_end = tl.max(tl.where((row == its_row) & is_new, end, 0), axis=0)
         # Of selected keys all, also for a query that sees none: they are on their way before its end is known.
-        blocks = tl.cdiv(num_keys if SELECTED else last_end, BLOCK_N)
+        most = tl.minimum(num_keys, last_end) if ASCENDING else num_keys
+        blocks = tl.cdiv(most if SELECTED else last_end, BLOCK_N)
         a_share = tl.cdiv(blocks, num_shares)
         start, stop = share * a_share, tl.minimum((share + 1) * a_share, blocks)
         pages_ptr = table_ptr + its_row.to(tl.int64) * num_columns
@@ -373,9 +375,11 @@ def sparse_mla(
     scale: float,
     value_dim: int,
     num_shares: int | None = None,
+    is_ascending: bool = False,
     tile: Tiling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.sparse_mla`, without a gradient.
+    """As `reference.sparse_mla`, without a gradient. `is_ascending`: selected keys are, with -1 behind them, so that a
+    query that sees few does not look at all places.
 
     `num_shares`: pieces that a query's keys are cut into (None: as many as fill the GPU); with a given number, its
     result does not depend on how many other queries there are. Raises ValueError for pools that it cannot read.
@@ -428,6 +432,7 @@ def sparse_mla(
         scale * math.log2(math.e),
         math.log(2) if num_shares == 1 else 1.0,
         SELECTED=keys_TK is not None,
+        ASCENDING=is_ascending,
         MERGES=merges,
         **_constants(q_THL, latent_PZL, value_dim, tile),
         **launch,

@@ -6,7 +6,6 @@ guessed. The input of every layer is kept, and what layers chose: selected keys 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from glm5.engine.cache.kv_cache import PAGE_SIZE, KVCache
 from glm5.engine.runner.forward.passes import Passes
 from glm5.engine.runner.forward.routing import RoutingRecord
 from glm5.engine.runner.fused.fused_model import FusedModel
+from glm5.engine.runner.graphs.passes import can_capture
 from glm5.engine.runner.inputs.view import StepView
 from glm5.engine.runner.native import NativeLayer
 from glm5.kernels.invariant import pass_rows
@@ -26,21 +26,10 @@ from glm5.model.glm5 import Glm5
 from glm5.model.lowering import rows_are_alone, use_invariant
 from glm5.model.moe import MoE
 from glm5.model.seams import Selection
+from glm5.rl.training.captured_pass import CapturedPasses, Trace
 from glm5.rl.training.prefixes import Index, Prefixes
 
 _MOST_ROWS = 2**15  # at once: a GPU's grid has at most 65,535 tiles of rows
-
-
-@dataclass
-class Trace:
-    """Of the distinct rows of packed sequences (`Prefixes`): the input of each layer and the output of the last one,
-    [U, D] each; the hidden states behind the final norm; of each layer the keys that its rows read, int32
-    [U, index_topk] or None for all that they see; and experts int16 [U, MoE layers, A]."""
-
-    streams: list[Tensor]
-    hidden_UD: Tensor
-    keys: list[Tensor | None]
-    expert_ULA: Tensor
 
 
 class EnginePass:
@@ -62,6 +51,8 @@ class EnginePass:
         self._streams, self._keys = list[Tensor](), list[Tensor | None]()
         self._observe()
         self._routing = None if self.is_native else RoutingRecord(self.passes)
+        self._captures = fused and is_whole and can_capture(model)
+        self._captured: CapturedPasses | None = None
 
     def weights_changed(self) -> None:
         """The model's weights have other values."""
@@ -78,26 +69,36 @@ class EnginePass:
         is_first_T = position_T >= prefixes.shared_B[row_T]
         traces, places = list[Trace](), list[Index]()
         for wave in prefixes.waves:
-            for number in wave:
-                _share(cache, table_BP, int(prefixes.source_B[number]), number, int(prefixes.shared_B[number]))
+            _share(cache, table_BP, prefixes, wave)
             rows = (is_first_T & np.isin(row_T, wave)).nonzero()[0]
             for first in range(0, len(rows), _MOST_ROWS):  # none where all of it is shared
                 place_T = rows[first : first + _MOST_ROWS]
                 view = self._view(cache, table_BP, row_T[place_T], position_T[place_T], max(lengths))
                 traces.append(self._trace(ids_T[upload(place_T, ids_T.device)], view))
                 places.append(place_T)
-        return _in_order(traces, upload(np.argsort(prefixes.number_T[np.concatenate(places)]), ids_T.device))
+        number_U = prefixes.number_T[np.concatenate(places)]
+        trace = traces[0] if len(traces) == 1 else _joined(traces)
+        is_sorted = bool((number_U[1:] > number_U[:-1]).all())
+        return trace if is_sorted else trace.rows(upload(np.argsort(number_U), ids_T.device))
 
     def _trace(self, ids_T: Tensor, view: StepView) -> Trace:
         """Of the rows of a view, which may be followed by padding."""
+        if self._captured is not None:
+            return self._captured(ids_T, view)
         count = len(ids_T)
+        ids_T = torch.nn.functional.pad(ids_T, (0, len(view.positions_T) - count))
+        return self._compute(ids_T, view).rows(slice(0, count))
+
+    def _compute(self, ids_T: Tensor, view: StepView) -> Trace:
+        """Of all rows of a view."""
         self._clear()
-        hidden_TD = self.passes.hidden(torch.nn.functional.pad(ids_T, (0, len(view.positions_T) - count)), view)
-        streams, keys, num_layers = self._streams, self._keys, len(self._layers)
+        hidden_TD = self.passes.hidden(ids_T, view)
+        streams, keys, step = self._streams, self._keys, len(self._layers) + 1
         # Pass after pass, layer after layer.
-        traced = [torch.cat(streams[index :: num_layers + 1])[:count] for index in range(num_layers + 1)]
-        selected = [_joined(keys[index :: num_layers + 1], count) for index in range(num_layers)]
-        trace = Trace(traced, hidden_TD[:count], selected, self._experts()[:count])
+        stream_LTD = torch.stack([_cat(streams[index::step]) for index in range(step)])
+        reads_all = view.max_end <= self.model.cfg.index_topk
+        selected = [None if reads_all else _selected(keys[index::step]) for index in range(step - 1)]
+        trace = Trace(stream_LTD, hidden_TD, selected, self._experts())
         self._clear()
         return trace
 
@@ -111,9 +112,19 @@ class EnginePass:
         """A cache in which each sequence has pages of its own, in order, and the page table [B, P]."""
         pages = -(-np.array(lengths) // PAGE_SIZE)
         first_B = np.cumsum(pages) - pages
-        cache = KVCache(self.model.cfg, int(pages.sum()), dtype=self.model.dtype, device=self.model.device)
-        columns = np.arange(pages.max())
+        cache, columns = self._cache(int(pages.sum())), np.arange(pages.max())
         return cache, np.where(columns < pages[:, None], first_B[:, None] + columns, cache.dump_page)
+
+    def _cache(self, num_pages: int) -> KVCache:
+        """One of at least so many pages; graphs keep theirs until more are needed."""
+        if self._captured is not None and self._captured.cache.num_pages >= num_pages:
+            return self._captured.cache
+        self._captured = None
+        size = 1 << (num_pages - 1).bit_length() if self._captures else num_pages
+        cache = KVCache(self.model.cfg, size, dtype=self.model.dtype, device=self.model.device)
+        if self._captures:
+            self._captured = CapturedPasses(self.passes, cache, self._compute)
+        return cache
 
     def _view(self, cache: KVCache, table_BP: Index, row_T: Index, position_T: Index, max_end: int) -> StepView:
         """Of these rows of sequences, and padding."""
@@ -163,32 +174,37 @@ class EnginePass:
     def _experts(self) -> Tensor:
         """int16 [T, MoE layers, A]."""
         if not self.model.cfg.has_experts:
-            return torch.zeros(sum(map(len, self._streams[:1])), 0, 0, dtype=torch.int16)
+            num_rows = sum(map(len, self._streams[:: len(self._layers) + 1]))
+            return torch.zeros(num_rows, 0, 0, dtype=torch.int16, device=self.model.device)
         if self._routing is not None:
             return self._routing.experts()
         return torch.cat([torch.cat(layer.recorded or []) for layer in self._native_layers()], dim=1)
 
 
-def _joined(parts: list[Tensor | None], count: int) -> Tensor | None:
-    """The first rows of all parts; None if they see all keys."""
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _selected(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The keys of all parts; None if they see all."""
     found = [part for part in parts if part is not None]
-    return torch.cat(found)[:count] if found else None
+    return _cat(found) if len(found) == len(parts) else None
 
 
-def _share(cache: KVCache, table_BP: Index, source: int, number: int, count: int) -> None:
-    """Let a sequence begin with the first `count` keys of another: whole pages are the other's, the rest is copied."""
-    whole = count // PAGE_SIZE
-    table_BP[number, :whole] = table_BP[source, :whole]
-    if count % PAGE_SIZE:
-        cache.copy_pages([(int(table_BP[source, whole]), int(table_BP[number, whole]))])
+def _share(cache: KVCache, table_BP: Index, prefixes: Prefixes, wave: Index) -> None:
+    """Let sequences begin with keys of earlier ones: whole pages are theirs, the rest is copied."""
+    copied = list[tuple[int, int]]()
+    for number, source, count in zip(wave, prefixes.source_B[wave], prefixes.shared_B[wave], strict=True):
+        whole = count // PAGE_SIZE
+        table_BP[number, :whole] = table_BP[source, :whole]
+        if count % PAGE_SIZE:
+            copied.append((int(table_BP[source, whole]), int(table_BP[number, whole])))
+    cache.copy_pages(copied)
 
 
-def _in_order(traces: Sequence[Trace], order_U: Tensor) -> Trace:
-    """The traces of all waves as one."""
-    streams = [torch.cat(parts)[order_U] for parts in zip(*(trace.streams for trace in traces), strict=True)]
-    keys = list[Tensor | None]()
-    for parts in zip(*(trace.keys for trace in traces), strict=True):
-        found = [part for part in parts if part is not None]
-        keys.append(torch.cat(found)[order_U] if len(found) == len(parts) else None)
-    hidden_UD = torch.cat([trace.hidden_UD for trace in traces])[order_U]
-    return Trace(streams, hidden_UD, keys, torch.cat([trace.expert_ULA for trace in traces])[order_U])
+def _joined(traces: Sequence[Trace]) -> Trace:
+    """The traces of all waves, one after another."""
+    keys = [_selected(parts) for parts in zip(*(trace.keys for trace in traces), strict=True)]
+    stream_LUD = torch.cat([trace.stream_LUD for trace in traces], dim=1)
+    hidden_UD = torch.cat([trace.hidden_UD for trace in traces])
+    return Trace(stream_LUD, hidden_UD, keys, torch.cat([trace.expert_ULA for trace in traces]))

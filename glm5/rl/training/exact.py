@@ -84,7 +84,7 @@ class ExactPass:
         rope = Rope.at(view.positions_T, cfg.qk_rope_head_dim, cfg.rope_theta, trunk.norm.weight)
         experts = iter(trace.expert_ULA.unbind(1))
         x_UD = trunk.embed_tokens(view.first(ids_T))
-        for layer, keys_UK, after_UD in zip(trunk.layers, trace.keys, trace.streams[1:], strict=False):
+        for layer, keys_UK, after_UD in zip(trunk.layers, trace.keys, trace.stream_LUD[1:].unbind(), strict=False):
             assert isinstance(layer, DecoderLayer), f"{type(layer)=}"
             expert_UA = next(experts) if isinstance(layer.mlp, MoE) else None
             selection = Selection(None if view.max_len <= cfg.index_topk else keys_UK)

@@ -7,6 +7,7 @@ from glm5.checkpoint import handover
 from glm5.checkpoint.handover import Buffers, TensorStream
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
+from glm5.checkpoint.sums import PART_BYTES, checksum
 from glm5.checkpoint.writer import TensorLayout
 from glm5.common.errors import CheckpointError
 from glm5.parallel.table import Shard
@@ -173,3 +174,12 @@ def test_too_little_memory_is_said(monkeypatch):
     monkeypatch.setattr(handover.host_memory, "available", lambda: 100)
     with pytest.raises(CheckpointError, match="2 buffers of 64 bytes each, and the host has 100 bytes of memory"):
         Buffers(64)
+
+
+def test_a_checksum_knows_the_order_of_its_parts():
+    given = [bytes([value]) * PART_BYTES for value in (1, 2)]
+    sums = {
+        checksum(lambda start, stop, of=b"".join(parts): of[start:stop], 2 * PART_BYTES)
+        for parts in (given, given[::-1])
+    }
+    assert len(sums) == 2

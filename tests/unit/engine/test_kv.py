@@ -63,6 +63,9 @@ def test_pages_are_copied_whole_and_in_order(layout, seed):
     cache.copy_pages([(0, 3), (3, 1), (2, 0)])
     for name, part in cache.parts().items():
         assert torch.equal(part.view(torch.uint8), before[name][[2, 0, 2, 0, 4, 5]])
+    cache.copy_pages([(1, 2), (1, 4), (0, 5)])  # in any order, at once
+    for name, part in cache.parts().items():
+        assert torch.equal(part.view(torch.uint8), before[name][[2, 0, 0, 0, 0, 2]])
 
 
 HUGE_PAGES = 4 << 20  # Linux may give 2 MiB where one byte is written; here in two places
