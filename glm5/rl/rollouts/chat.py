@@ -9,7 +9,7 @@ repeated.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from glm5.chat.parser import parse_ids
+from glm5.chat.parser import Functions, parse_ids
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import ConfigError, RequestError
 from glm5.rl.environments.protocol import Message, Reply
@@ -17,6 +17,7 @@ from glm5.train.data.chat import examples_of
 
 _MOST_KEPT = 4096  # prompts, continuations and replies whose conversion is remembered: groups share prompts
 _LONGEST_KEPT = 64  # tokens of such a reply
+_A_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 
 Tools = Sequence[Mapping[str, Any]]
 Key = TypeVar("Key")
@@ -34,6 +35,9 @@ class TokenChat:
         self._prompts: dict[str, list[int]] = {}
         self._continuations: dict[str, list[int]] = {}
         self._replies: dict[tuple[int, ...], Reply] = {}
+        self._functions: dict[str, Functions] = {}
+        self._guard = template.guard()  # of what is rendered after `_starts`
+        self._starts: dict[tuple[int, bool], str] = {}
         try:
             self._end = self.continuation([{"role": "user", "content": "a"}], (), -1)[0]
         except RequestError as error:
@@ -48,9 +52,11 @@ class TokenChat:
         )
 
     def continuation(self, messages: Sequence[Message], tools: Tools, last_token: int) -> list[int]:
-        """Token ids that follow a sampled reply: messages of the environment, and the next generation prompt."""
-        key = _key(messages, tools)
-        ids = _remembered(self._continuations, key, lambda: self._render_continuation(messages, tools))
+        """Token ids that follow a sampled reply: messages of the environment, and the next generation prompt. Of tools
+        it counts only that there are some: a template describes them at the beginning."""
+        shown = [_A_TOOL] if tools else []
+        key = _key(messages, shown)
+        ids = _remembered(self._continuations, key, lambda: self._render_continuation(messages, shown))
         return ids[1:] if ids and ids[0] == last_token else ids
 
     def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[bool]]:
@@ -80,7 +86,8 @@ class TokenChat:
         return _remembered(self._replies, tuple(token_ids), lambda: self._parse(token_ids, (), is_truncated=False))
 
     def _parse(self, token_ids: Sequence[int], tools: Tools, *, is_truncated: bool) -> Reply:
-        parsed = parse_ids(self.tokenizer, token_ids, list(tools) or None, reasoning=self.enable_thinking)
+        functions = _remembered(self._functions, repr(tools), lambda: Functions(list(tools) or None))
+        parsed = parse_ids(self.tokenizer, token_ids, functions, reasoning=self.enable_thinking)
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in parsed.tool_calls
@@ -98,9 +105,12 @@ class TokenChat:
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": "b"} | ({"tool_calls": calls} if calls else {}),
         ]
-        guard, shown = self.template.guard(), list(tools) or None
-        start = self.template.render_marked(guard, before, shown, add_generation_prompt=False, **self._options)
-        whole = self.template.render_marked(guard, [*before, *map(dict, messages)], shown, **self._options)
+        guard, shown, render = self._guard, list(tools) or None, self.template.render_marked
+        whole = render(guard, [*before, *map(dict, messages)], shown, **self._options)
+        start = self._starts.get((len(calls), bool(tools)))
+        if start is None or not whole.startswith(start):  # not known, or it has the ids of calls
+            start = render(guard, before, shown, add_generation_prompt=False, **self._options)
+            self._starts[len(calls), bool(tools)] = start
         if not whole.startswith(start):
             raise ConfigError(
                 f"chat template {self.template.name}: a later turn changes what stands before it, so that sampled "
