@@ -17,7 +17,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
 
 from glm5.chat.arguments import Arguments, dump
 from glm5.chat.events import (
@@ -86,6 +87,19 @@ class Functions(dict[str, Arguments]):
             self[name] = Arguments(function.get("parameters"), f"the parameters of {name!r:.60}", budget)
 
 
+_Moves = dict[tuple[_At, str], Callable[["OutputParser"], None]]
+
+
+class _Grammar(NamedTuple):
+    """The transition table: the action of each tag in each state that allows it. The tags that are tokens; of each
+    state those that are not, so that text may spell them, and an expression that finds them."""
+
+    moves: _Moves
+    tag_of_id: dict[int, str]
+    spelled: dict[_At, list[str]]
+    spelling: dict[_At, re.Pattern[str] | None]
+
+
 class OutputParser:
     """Parses one answer. Feed it the tokens in order, then call `finish`; `collect` joins the events.
 
@@ -98,13 +112,9 @@ class OutputParser:
         self, tokenizer: HasTokens | None, tools: Any = None, *, reasoning: bool, parse_tools: bool = True
     ) -> None:
         self._functions = tools if isinstance(tools, Functions) else Functions(tools)
-        self._moves = self._plan_moves(reasoning=reasoning, parse_tools=parse_tools)
-        ids = {tag: tokenizer.id_of(tag) if tokenizer else None for tag in TAGS}
-        self._tag_of_id = {token_id: tag for tag, token_id in ids.items() if token_id is not None}
-        self._spelled = {at: [tag for place, tag in self._moves if place is at and ids[tag] is None] for at in _At}
-        self._spelling = {
-            at: re.compile("|".join(map(re.escape, tags))) if tags else None for at, tags in self._spelled.items()
-        }
+        ids = tuple([tokenizer.id_of(tag) if tokenizer else None for tag in TAGS])
+        grammar = self._grammar(ids, reasoning=reasoning, parse_tools=parse_tools)
+        self._moves, self._tag_of_id, self._spelled, self._spelling = grammar
         self._spells_in_content = bool(self._spelled[_At.CONTENT])
         self._spells_in_reasoning = bool(self._spelled[_At.REASONING])
         self._at = _At.START if reasoning else _At.CONTENT
@@ -117,29 +127,40 @@ class OutputParser:
         self._num_calls = 0
         self._events: list[Event] = []
 
-    def _plan_moves(self, *, reasoning: bool, parse_tools: bool) -> dict[tuple[_At, str], Callable[[], None]]:
-        """The transition table: the action of each tag in each state that allows it."""
-        moves: dict[tuple[_At, str], Callable[[], None]] = {}
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def _grammar(ids: tuple[int | None, ...], *, reasoning: bool, parse_tools: bool) -> _Grammar:
+        """`ids`: of TAGS, None for those that are no tokens."""
+        moves = OutputParser._plan_moves(reasoning=reasoning, parse_tools=parse_tools)
+        id_of = dict[str, int | None](zip(TAGS, ids, strict=True))
+        tag_of_id = {token_id: tag for tag, token_id in id_of.items() if token_id is not None}
+        spelled = {at: [tag for place, tag in moves if place is at and id_of[tag] is None] for at in _At}
+        spelling = {at: re.compile("|".join(map(re.escape, tags))) if tags else None for at, tags in spelled.items()}
+        return _Grammar(moves, tag_of_id, spelled, spelling)
+
+    @staticmethod
+    def _plan_moves(*, reasoning: bool, parse_tools: bool) -> _Moves:
+        moves, parser = _Moves(), OutputParser
         if reasoning:
             for at in (_At.START, _At.REASONING):
-                moves[at, THINK_END] = self._enter_content
-                moves[at, CALL] = self._enter_content_at_call
-            moves[_At.START, THINK] = self._enter_reasoning
-            moves[_At.CONTENT, THINK_END] = self._ignore
+                moves[at, THINK_END] = parser._enter_content
+                moves[at, CALL] = parser._enter_content_at_call
+            moves[_At.START, THINK] = parser._enter_reasoning
+            moves[_At.CONTENT, THINK_END] = parser._ignore
         if parse_tools:
-            moves[_At.CONTENT, CALL] = self._open_call
-            moves[_At.CONTENT, CALL_END] = self._ignore
-            moves[_At.NAME, CALL] = self._reopen_call
-            moves[_At.NAME, CALL_END] = self._close_named_call
-            moves[_At.NAME, KEY] = self._open_first_key
+            moves[_At.CONTENT, CALL] = parser._open_call
+            moves[_At.CONTENT, CALL_END] = parser._ignore
+            moves[_At.NAME, CALL] = parser._reopen_call
+            moves[_At.NAME, CALL_END] = parser._close_named_call
+            moves[_At.NAME, KEY] = parser._open_first_key
             for at in (_At.PAIRS, _At.KEY, _At.AFTER_KEY):
-                moves[at, CALL] = self._close_and_open_call
-                moves[at, CALL_END] = self._close_call
-                moves[at, KEY] = self._open_key
-            moves[_At.KEY, KEY_END] = self._close_key
-            moves[_At.KEY, VALUE] = self._open_value_of_open_key
-            moves[_At.AFTER_KEY, VALUE] = self._open_value
-            moves[_At.VALUE, VALUE_END] = self._close_value
+                moves[at, CALL] = parser._close_and_open_call
+                moves[at, CALL_END] = parser._close_call
+                moves[at, KEY] = parser._open_key
+            moves[_At.KEY, KEY_END] = parser._close_key
+            moves[_At.KEY, VALUE] = parser._open_value_of_open_key
+            moves[_At.AFTER_KEY, VALUE] = parser._open_value
+            moves[_At.VALUE, VALUE_END] = parser._close_value
         return moves
 
     def feed(self, token_id: int | None, text: str) -> list[Event]:
@@ -203,7 +224,7 @@ class OutputParser:
         """Process a tag: its action in this state, else it is text. Within a call it is data, shown or not."""
         move = self._moves.get((self._at, tag))
         if move is not None:
-            move()
+            move(self)
         elif shown or self._at not in (_At.START, _At.REASONING, _At.CONTENT):
             self._read_plain(tag)
 
