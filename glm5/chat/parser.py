@@ -87,6 +87,8 @@ class Functions(dict[str, Arguments]):
             self[name] = Arguments(function.get("parameters"), f"the parameters of {name!r:.60}", budget)
 
 
+_ANY = Arguments(None)  # of a function that is not known
+
 _Moves = dict[tuple[_At, str], Callable[["OutputParser"], None]]
 
 
@@ -123,7 +125,7 @@ class OutputParser:
         self._buffer: list[str] = []  # current name, key or value
         self._key = ""
         self._sends_value = False  # the value can only be a string, so it is streamed
-        self._call = _Call(None, Arguments(None))
+        self._call = _Call(None, _ANY)
         self._num_calls = 0
         self._events: list[Event] = []
 
@@ -289,9 +291,9 @@ class OutputParser:
         arguments = self._functions.get(name)
         if not name or (arguments is None and self._functions):
             logger.warning("dropped a call of %r, which is not one of the tools", name[:100])
-            self._call = _Call(None, Arguments(None))
+            self._call = _Call(None, _ANY)
             return
-        self._call = _Call(self._num_calls, arguments or Arguments(None))
+        self._call = _Call(self._num_calls, arguments or _ANY)
         self._num_calls += 1
         self._events.append(ToolCallStart(self._num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", name))
 

@@ -6,7 +6,7 @@ A bucket is read as a file of a checkpoint is: this rank's part of each tensor i
 small staging buffers, so no copy of the weights is ever made. Parameters keep their addresses.
 """
 
-import threading
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import torch
 from glm5.checkpoint.index import ShardIndex, counted
 from glm5.checkpoint.names import slot_of
 from glm5.checkpoint.shard import TensorEntry
-from glm5.checkpoint.sums import PART_BYTES, checksum
+from glm5.checkpoint.sums import checksum
 from glm5.checkpoint.update import is_finite, match, parts_of
 from glm5.common.errors import CheckpointError
 from glm5.model.glm5 import Glm5
@@ -47,16 +47,9 @@ class Push:
         """CheckpointError if the bytes of a bucket are not those that were sent, by their checksum."""
         bucket = self._buckets[number]
         path, num_bytes = self._directory / bucket[0].file, max(entry.stop for entry in bucket)
-        local = threading.local()
-
-        def read(start: int, stop: int) -> memoryview:
-            if not hasattr(local, "buffer"):
-                local.buffer = memoryview(bytearray(PART_BYTES))
-            with path.open("rb", buffering=0) as file:
-                file.seek(start)
-                return local.buffer[: file.readinto(local.buffer[: stop - start])]
-
-        if checksum(read, num_bytes) != want:
+        with path.open("rb", buffering=0) as file:
+            found = checksum(lambda start, stop: os.pread(file.fileno(), stop - start, start), num_bytes)
+        if found != want:
             raise CheckpointError(
                 f"bucket {number + 1} of {len(self._buckets)}, from {bucket[0].name} on, arrived with a wrong checksum"
             )

@@ -40,6 +40,7 @@ from glm5.kernels.store_rows.in_place import Where, as_array, write_rows
 from glm5.kernels.upload import upload
 
 PAGE_SIZE = 64
+_COPIED_BYTES = 64 << 20  # of pages at once: they are in memory twice meanwhile
 
 Layout = Literal["auto", "fp8_key", "fp8"]
 
@@ -167,8 +168,9 @@ class KVCache:
         """Copy pages, (source, target) each, in order."""
         sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
         if len(pairs) > 1 and len({*sources, *targets}) == len({*sources}) + len(targets):  # in any order: at once
-            source_N, target_N = upload(np.array([sources, targets]), self.device)
-            self._page_bytes.index_copy_(0, target_N, self._page_bytes.index_select(0, source_N))
+            at_once = max(1, _COPIED_BYTES // self._page_bytes.shape[1])
+            for pair_2N in upload(np.array([sources, targets]), self.device).split(at_once, dim=1):
+                self._page_bytes.index_copy_(0, pair_2N[1], self._page_bytes.index_select(0, pair_2N[0]))
             return
         for source, target in pairs:
             self._page_bytes[target].copy_(self._page_bytes[source])

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 Deliver = Callable[["Request", OutputStream | GlmError], None]
 _POLL_SECONDS = 0.1
-_MOST_HELD = 256  # requests in one message: a step of the engine waits while it is read
+_MOST_HELD = 256  # requests, sent with the next one: a step of the engine waits while they are read
 
 
 class Request:
@@ -210,6 +210,8 @@ class Client:
 
     def _send(self, *messages: ToEngine) -> None:
         """Send messages, after what is held."""
+        if self.link.is_forked:  # a thread that is not here may hold the lock
+            return
         with self._lock:
             held, self._held = self._held, []
             if held or messages:

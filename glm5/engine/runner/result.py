@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -136,21 +137,15 @@ def _result(pending: Pending) -> StepResult:
             if bool(pending.no_valid_token_T[place : place + count].any()):
                 result.no_valid_token.add(seq_id)
     if pending.logprobs is not None and pending.shown:
-        rows, places = _entries(pending.logprobs), pending.sample_index_B.tolist()
-        if pending.max_depth == 0 and not any(pending.shown.values()):  # most often
-            found = rows.alone([ids[0] for ids in tokens], places)
-            result.logprobs = {
-                seq_id: [one] for seq_id, one in zip(seq_ids, found, strict=False) if seq_id in pending.shown
-            }
-        else:
-            for seq_id, place in zip(seq_ids, places, strict=False):
-                if seq_id in pending.shown:
-                    result.logprobs[seq_id] = rows.of(result.tokens[seq_id], place, pending.shown[seq_id])
+        rows = _entries(pending.logprobs)
+        for seq_id, place in zip(seq_ids, pending.sample_index_B.tolist(), strict=False):
+            if seq_id in pending.shown:
+                result.logprobs[seq_id] = rows.of(result.tokens[seq_id], place, pending.shown[seq_id])
     if pending.mask_TU is not None:
-        masks = recorded(pending.mask_TU.numpy())
-        for seq_id, count, place in zip(seq_ids, counts, pending.sample_index_B.tolist(), strict=False):
-            if seq_id in pending.masked:
-                result.masks[seq_id] = masks[place : place + count]
+        places = zip(seq_ids, counts, pending.sample_index_B.tolist(), strict=False)
+        spans = {seq_id: range(place, place + count) for seq_id, count, place in places if seq_id in pending.masked}
+        masks = iter(recorded(pending.mask_TU.numpy()[[*chain(*spans.values())]]))
+        result.masks = {seq_id: list(islice(masks, len(span))) for seq_id, span in spans.items()}
     for seq_id, prompt in pending.prompt_logprobs.items():
         entries = _entries(prompt.found)
         result.prompt_logprobs[seq_id] = entries.of(prompt.token_S.tolist(), 0, prompt.num_logprobs)
@@ -185,17 +180,13 @@ class _Entries:
 
     def of(self, token_ids: list[int], first: int, num_logprobs: int) -> list[TokenLogprobs]:
         """Entries of the rows from `first` on, one a token."""
-        entries: list[TokenLogprobs] = []
-        for row, token_id in enumerate(token_ids, start=first):
-            columns = self.likeliest[row], self.top_logprob[row], self.top_tempered[row]
-            best = zip(*(column[:num_logprobs] for column in columns), strict=True)
-            entries.append(TokenLogprobs(token_id, self.logprob[row], self.tempered[row], self.rank[row], list(best)))
+        last = first + len(token_ids)
+        columns = self.logprob[first:last], self.tempered[first:last], self.rank[first:last]
+        entries = list(map(TokenLogprobs, token_ids, *columns))
+        for row, entry in enumerate(entries if num_logprobs else (), start=first):
+            best = self.likeliest[row], self.top_logprob[row], self.top_tempered[row]
+            entry.likeliest = list(zip(*(column[:num_logprobs] for column in best), strict=True))
         return entries
-
-    def alone(self, token_ids: list[int], rows: list[int]) -> list[TokenLogprobs]:
-        """Entries of one token for each of these rows, without the likeliest."""
-        columns = ([column[row] for row in rows] for column in (self.logprob, self.tempered, self.rank))
-        return list(map(TokenLogprobs, token_ids, *columns))
 
 
 def _entries(found: Logprobs) -> _Entries:

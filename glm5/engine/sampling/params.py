@@ -281,7 +281,7 @@ class SamplingParams:
         yield "stop", self.detokenize or not self.stop, "none without text (detokenize is false)"
 
     def _others(self, given: Sequence[str]) -> Iterator[tuple[str, bool, str]]:
-        for name in [name for name in given if name in _FLAGS]:
+        for name in filter(_FLAGS.__contains__, given):
             yield name, isinstance(getattr(self, name), bool), "true or false"
         kinds = "DELTA (tokens as they come) or FINAL_ONLY (whole answers)"
         yield "output_kind", self.output_kind in (None, "DELTA", "FINAL_ONLY"), kinds

@@ -149,9 +149,10 @@ class SlotTables:
         self._cached = None
         self._num_logprobs[slots] = [placement.params.logprobs or 0 for placement in placements]
         index = self._upload(slots)
-        floats = np.array([placement.numbers.floats for placement in placements], dtype=np.float32)
+        numbers = [placement.numbers for placement in placements]
+        floats = np.array([one.floats for one in numbers], dtype=np.float32)
         self._floats.index_copy_(0, index, self._upload(floats))
-        ints = [(*placement.numbers.ints, _signed(placement.seed)) for placement in placements]
+        ints = [(*one.ints, _signed(placement.seed)) for one, placement in zip(numbers, placements, strict=True)]
         self._ints.index_copy_(0, index, self._upload(np.array(ints, dtype=np.int64)))
         for placement, work in zip(placements, features, strict=True):
             if work & Feature.PENALTIES:

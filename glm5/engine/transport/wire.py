@@ -6,7 +6,6 @@ carry only token ids.
 """
 
 from collections.abc import Iterator
-from itertools import repeat
 from typing import Any, Literal, cast
 
 import msgspec
@@ -307,7 +306,7 @@ class Growth(msgspec.Struct, array_like=True):
     def updates(self) -> "Iterator[Update]":
         """The same, as an update for each answer."""
         stop = 0
-        for seq_id, count in zip(self.seq_ids, self.counts or repeat(1)):  # noqa: B905 - `repeat` has no end
+        for seq_id, count in zip(self.seq_ids, self.counts or [1] * len(self.seq_ids), strict=True):
             start, stop = stop, stop + count
             update = Update(seq_id, self.token_ids[start:stop], self.version)
             if self.logprobs and self.logprobs[start] is not None:

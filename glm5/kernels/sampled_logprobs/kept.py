@@ -27,11 +27,12 @@ def bits_of(is_kept_TW: Tensor) -> Tensor:
 
 def recorded(bits_TU: NDArray[np.int32]) -> list[bytes]:
     """The masks of `bits_of` as they are recorded."""
-    row_N, id_N = _set_bits(bits_TU)
-    count_T, ids = np.bincount(row_N, minlength=len(bits_TU)), id_N.astype("<i4").tobytes()
-    stop_T = 4 * count_T.cumsum()
-    masks = [ids[start:stop] for start, stop in zip((stop_T - 4 * count_T).tolist(), stop_T.tolist(), strict=True)]
-    for row in np.flatnonzero(count_T > bits_TU.shape[1]).tolist():
+    count_T = np.bitwise_count(bits_TU.view(np.uint32)).sum(axis=1, dtype=np.int64)
+    has_ids_T = count_T <= bits_TU.shape[1]
+    ids, size_T = _set_bits(bits_TU[has_ids_T]).astype("<i4").tobytes(), 4 * count_T * has_ids_T
+    stop_T = size_T.cumsum()
+    masks = [ids[start:stop] for start, stop in zip((stop_T - size_T).tolist(), stop_T.tolist(), strict=True)]
+    for row in np.flatnonzero(~has_ids_T).tolist():
         masks[row] = np.concatenate([[_BITS], bits_TU[row]]).astype("<i4").tobytes()
     return masks
 
@@ -39,15 +40,15 @@ def recorded(bits_TU: NDArray[np.int32]) -> list[bytes]:
 def kept_ids(mask: bytes) -> NDArray[np.int32]:
     """The token ids of a recorded mask, ascending."""
     words = np.frombuffer(mask, "<i4")
-    return _set_bits(words[None, 1:])[1] if len(words) and words[0] == _BITS else words
+    return _set_bits(words[None, 1:]) if len(words) and words[0] == _BITS else words
 
 
-def _set_bits(bits_TU: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-    """Row and place of every bit that is set, in order."""
+def _set_bits(bits_TU: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Places of the bits that are set in each row, one row after the other."""
     row, word = np.nonzero(bits_TU)
     bits = np.unpackbits(bits_TU[row, word].astype("<i4").view(np.uint8), bitorder="little").reshape(-1, 32)
     found, bit = np.nonzero(bits)
-    return row[found], (word[found] * 32 + bit).astype(np.int32)
+    return (word[found] * 32 + bit).astype(np.int32)
 
 
 class Kept(NamedTuple):

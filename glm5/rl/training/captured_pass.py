@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from glm5.common.rounding import next_power_of_two
 from glm5.engine.cache.kv_cache import KVCache
 from glm5.engine.runner.forward.passes import Passes
 from glm5.engine.runner.graphs.captured import Graphs
@@ -89,8 +90,8 @@ class CapturedPasses:
         """Of the rows of `ids_T`; those of `view` may be more."""
         self._graphs.forget_if_moved()
         count, top_k = len(ids_T), self.cache.cfg.index_topk
-        num_seqs, num_pages = map(_power_of_two, view.table_BP.shape)
-        step = max(_power_of_two(count) // 8, pass_rows(self.cache.device))
+        num_seqs, num_pages = map(next_power_of_two, view.table_BP.shape)
+        step = max(next_power_of_two(count) // 8, pass_rows(self.cache.device))
         shape = _Shape(-(-count // step) * step, num_seqs, num_pages, max_end=top_k + (view.max_end > top_k))
         if count > _MAX_ROWS or shape not in self._met:
             self._met.add(shape)
@@ -105,8 +106,3 @@ class CapturedPasses:
         self._graphs.run(shape, piece)
         assert piece.trace is not None
         return piece.trace.rows(slice(0, count), copied=True)
-
-
-def _power_of_two(count: int) -> int:
-    """The next one."""
-    return 1 << max(0, count - 1).bit_length()

@@ -93,6 +93,7 @@ def test_frames_and_replay():
                 topic, number, payload = sub.recv_multipart()
                 (sequence,) = struct.unpack(">q", number)
         assert topic == b"kv@host@model"
+        assert sequence >= 1
         time, events, rank = msgspec.msgpack.decode(payload)
         assert time > 1.7e9
         assert rank == 0

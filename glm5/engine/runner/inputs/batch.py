@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from glm5.common.rounding import next_power_of_two
 from glm5.engine.scheduler.plan import Bucket, StepPlan
 
 Ints = NDArray[np.int64]
@@ -107,7 +108,7 @@ def _pack(plan: StepPlan, bucket: Bucket, padding_slot: int, round_up: Callable[
         sample_T = np.repeat(first_rows, num_sampled) + sample_offset_T
         sample_slot_T = np.repeat(slots[samples], num_sampled)
     num_sampling = len(first_rows)
-    num_places = num_groups if bucket.decodes_only else _round_up(num_sampling)
+    num_places = num_groups if bucket.decodes_only else next_power_of_two(num_sampling)
     num_sampling_seqs = round_up(num_places) if num_sampling else 0
     num_sampled_rows = round_up(num_places * (1 + plan.depth)) if num_sampling else 0
     num_sampled_rows = num_rows if bucket.decodes_only else num_sampled_rows
@@ -164,11 +165,6 @@ def padded(values: Ints, length: int, fill: int = 0) -> Ints:
     out = np.full(length, fill, dtype=np.int64)
     out[: len(values)] = values
     return out
-
-
-def _round_up(count: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, count - 1).bit_length()
 
 
 def arrays(batch: Batch) -> Sequence[Ints]:

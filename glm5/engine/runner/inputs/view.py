@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm5.common.rounding import next_power_of_two
 from glm5.engine.cache.kv_cache import KVCache
 from glm5.engine.runner.inputs.slot_state import SlotState
 from glm5.kernels.cpu_layer import HostKeys, HostStep
@@ -67,7 +68,7 @@ class StepView:
         """A view of tokens at these positions of the sequences in these slots. Rows that are not live are padding."""
         size = cache.page_size
         # Few widths, for few shapes.
-        num_pages = min(_round_up(-(-max_end // size)), slots.num_columns)
+        num_pages = min(next_power_of_two(-(-max_end // size)), slots.num_columns)
         if positions_T.is_cpu:
             table_BP, end_T, where = _on_host(cache, slots, slot_B, slot_T, positions_T, live_T)
             table_BP, slot_mapping_T = table_BP[:, :num_pages], torch.from_numpy(where[0] * size + where[1])
@@ -92,7 +93,7 @@ class StepView:
         cls, cache: KVCache, slots: SlotState, rows: StepRows, *, slot_B: Tensor, group_T: Tensor, max_end: int
     ) -> "StepView":
         """A view of rows whose places are computed already; `group_T` is int32."""
-        num_pages = min(_round_up(-(-max_end // cache.page_size)), slots.num_columns)
+        num_pages = min(next_power_of_two(-(-max_end // cache.page_size)), slots.num_columns)
         table_BP = slots.table_YP[:, :num_pages].index_select(0, slot_B)
         return cls(cache, table_BP, rows.position_T, group_T, rows.end_T, rows.slot_mapping_T, max_end, invariant=False)
 
@@ -214,8 +215,3 @@ def _on_host(
     if not (live := live_T.numpy()).all():
         page[live == 0], end[live == 0] = cache.dump_page, 0
     return torch.from_numpy(table_YP[slot_B.numpy()]), torch.from_numpy(end), (page, offset)
-
-
-def _round_up(count: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, count - 1).bit_length()
