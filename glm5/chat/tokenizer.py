@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from glm5.chat.detokenizer import TextStream, byte_alphabet
@@ -198,11 +198,11 @@ class Tokenizer:
         return tuple(token_id for token_id in ids if token_id is not None)
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, digits_per_token: int = 1) -> Tokenizer:
     """A byte-level BPE learnt from `texts`, with GLM's special tokens after its vocabulary.
 
-    Each digit is a token. `vocab_size` counts all tokens; the result is smaller if `texts` have too few
-    pairs to merge. The same texts give the same tokenizer.
+    A number is cut every `digits_per_token` digits, from the left. `vocab_size` counts all tokens; the result is
+    smaller if `texts` have too few pairs to merge. The same texts give the same tokenizer.
     """
     smallest = _NUM_BYTES + len(GLM_TOKENS)
     if vocab_size < smallest:
@@ -212,7 +212,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         )
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(rf"\p{{N}}{{1,{digits_per_token}}}"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

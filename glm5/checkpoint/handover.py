@@ -6,6 +6,7 @@ While the engine reads one buffer, the other is filled. For tensors on a GPU the
 in any folder: the engine opens them by this process's number, and they are gone when it ends, however it ends.
 """
 
+import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -91,9 +92,11 @@ class Buffers:
         self.descriptors: list[int] = []
         self._memory: list[mmap.mmap] = []
         for _ in range(NUM_BUFFERS):
-            self.descriptors.append(os.memfd_create("glm5-push"))
-            os.ftruncate(self.descriptors[-1], num_bytes)
-            self._memory.append(mmap.mmap(self.descriptors[-1], num_bytes))
+            descriptor = os.memfd_create("glm5-push", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.descriptors.append(descriptor)
+            os.ftruncate(descriptor, num_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # the engine maps it
+            self._memory.append(mmap.mmap(descriptor, num_bytes))
         self._pinned: list[int] = []
         if torch.cuda.is_initialized():  # a copy to pinned memory is several times as fast
             self._pinned = [torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in self._memory]
@@ -112,8 +115,7 @@ class Buffers:
                 raise CheckpointError(f"{layout.name} is {tensor.dtype} {list(tensor.shape)}, announced: {layout}")
             stop = start + layout.num_bytes
             memory[start:stop].view(DTYPES[layout.dtype]).view(layout.shape).copy_(tensor)
-        held = memory.numpy().data
-        return checksum(lambda first, last: held[first:last], stop)
+        return checksum(memoryview(self._memory[which])[:stop])
 
     def close(self) -> None:
         """The memory is free once no process reads it any more."""

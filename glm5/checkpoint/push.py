@@ -6,7 +6,7 @@ A bucket is read as a file of a checkpoint is: this rank's part of each tensor i
 small staging buffers, so no copy of the weights is ever made. Parameters keep their addresses.
 """
 
-import os
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Push:
         self, model: Glm5, directory: Path, buckets: Sequence[Sequence[TensorEntry]], shard: Shard = UNSHARDED
     ) -> None:
         self._model, self._directory, self._buckets, self._shard = model, directory, buckets, shard
+        self._mapped: dict[Path, mmap.mmap] = {}
         bucket_of: dict[str, int] = {}
         entries: dict[str, TensorEntry] = {}
         for number, entry in ((number, entry) for number, bucket in enumerate(buckets) for entry in bucket):
@@ -47,9 +48,10 @@ class Push:
         """CheckpointError if the bytes of a bucket are not those that were sent, by their checksum."""
         bucket = self._buckets[number]
         path, num_bytes = self._directory / bucket[0].file, max(entry.stop for entry in bucket)
-        with path.open("rb", buffering=0) as file:
-            found = checksum(lambda start, stop: os.pread(file.fileno(), stop - start, start), num_bytes)
-        if found != want:
+        if self._mapped.get(path) is None:
+            with path.open("rb") as file:
+                self._mapped[path] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        if checksum(memoryview(self._mapped[path])[:num_bytes]) != want:
             raise CheckpointError(
                 f"bucket {number + 1} of {len(self._buckets)}, from {bucket[0].name} on, arrived with a wrong checksum"
             )

@@ -1,23 +1,30 @@
 """The checksum of a bucket of a push (handover.py makes it, push.py compares it).
 
-the CRC-32 of the CRC-32s of each MiB, which threads compute at the same time
+the CRC-32 of the sums of each MiB, which threads compute at the same time
+
+A sum of 64-bit words, which wraps around, is read as fast as memory is; a CRC-32 of all bytes takes four times as long.
 """
 
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 
 from glm5.common.cores import usable_cores
 
 PART_BYTES = 1 << 20
-_MAX_THREADS = 16
+_PARTS_AT_A_TIME = 8
+_MAX_THREADS = 8
 
 
-def checksum(read: Callable[[int, int], bytes | memoryview], num_bytes: int) -> int:
-    """The checksum of `num_bytes` bytes; `read(start, stop)` gives some of them, in several threads."""
+def checksum(data: memoryview) -> int:
+    """The checksum of some bytes."""
+    num_whole = len(data) // PART_BYTES * PART_BYTES
+    parts = np.frombuffer(data[:num_whole], "<u8").reshape(-1, PART_BYTES // 8)
 
-    def of_part(start: int) -> bytes:
-        return zlib.crc32(read(start, min(start + PART_BYTES, num_bytes))).to_bytes(4, "little")
+    def sums(first: int) -> bytes:
+        return parts[first : first + _PARTS_AT_A_TIME].sum(axis=1, dtype="<u8").tobytes()
 
     with ThreadPoolExecutor(min(_MAX_THREADS, usable_cores())) as threads:
-        return zlib.crc32(b"".join(threads.map(of_part, range(0, num_bytes, PART_BYTES))))
+        found = b"".join(threads.map(sums, range(0, len(parts), _PARTS_AT_A_TIME)))
+    return zlib.crc32(data[num_whole:], zlib.crc32(found))

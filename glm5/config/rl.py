@@ -124,6 +124,8 @@ class Rollouts(Section):
     """Tokens of a reply."""
     max_model_len: Annotated[int, Field(ge=16, le=2**24)] = 2048
     """Tokens of a conversation."""
+    system: Annotated[str, Field(max_length=10**6)] = ""
+    """Text of a system message before every conversation, such as instructions. Empty: none."""
     enable_thinking: bool = False
     """Render prompts so that replies begin with reasoning."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=8)] = 0

@@ -79,6 +79,8 @@ class ModelSection(Section):
     tokenizer_files: tuple[Place, ...] = ()
     """Texts from which a tokenizer of the model's vocabulary is learnt on the first run, for a preset without one.
     Generated tasks of the recipe are learnt from as well."""
+    digits_per_token: Annotated[int, Field(ge=1, le=3)] = 1
+    """Of a tokenizer that is learnt: a number is cut every so many digits. GLM's own tokenizer: 3."""
     config: dict[str, Any] = {}
     """Keys of config.json that differ."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -104,6 +106,8 @@ class ModelSection(Section):
     def _one_start(self) -> Self:
         if self.tokenizer_files and (self.tokenizer is not None or self.checkpoint is not None):
             raise ValueError("tokenizer_files: is for a preset without a tokenizer")
+        if self.digits_per_token > 1 and (self.tokenizer is not None or self.checkpoint is not None):
+            raise ValueError("digits_per_token: is for a tokenizer that is learnt, and this one is there already")
         if (self.preset is None) == (self.checkpoint is None):
             raise ValueError(f"either preset or checkpoint; got {'neither' if self.preset is None else 'both'}")
         return self

@@ -122,7 +122,7 @@ class PolicyBuilder:
         folder = self.out / "tokenizer"
         if not (folder / "tokenizer.json").is_file():
             shown, template = ShownGames(self.recipe, self.environments, self.tasks), ChatTemplate.bundled(TEMPLATE)
-            tokenizer = train_bpe(shown.texts(template), section.architecture().vocab_size)
+            tokenizer = train_bpe(shown.texts(template), section.architecture().vocab_size, section.digits_per_token)
             with writing_to(folder):
                 tokenizer.save(folder, chat_template=template.source)
             logger.info("learnt a tokenizer of %d tokens", tokenizer.vocab_size)

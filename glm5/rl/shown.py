@@ -22,7 +22,7 @@ from glm5.common.interrupt import end_with_parent
 from glm5.config.rl import RLRecipe
 from glm5.rl.environments.mixture import Mixture
 from glm5.rl.environments.play import play_randomly, play_solution
-from glm5.rl.environments.protocol import Environment, EpisodeFailed, Message
+from glm5.rl.environments.protocol import Environment, EpisodeFailed, Message, with_system
 from glm5.rl.environments.table import make
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.tasks import TaskSource
@@ -72,7 +72,8 @@ class ShownGames:
                 f"environment {name}: level {task.level} cannot be shown to a new model: {failure.reason}; allowed: a "
                 "lower level, or model.checkpoint without warm_start"
             ) from None
-        return [(messages, task.tools) for messages in chats]
+        system = self._recipe.rollouts.system
+        return [(with_system(system, messages), task.tools) for messages in chats]
 
 
 @contextmanager

@@ -149,7 +149,7 @@ class Builder:
         folder = self.out / "tokenizer"
         if not (folder / "tokenizer.json").is_file():
             vocab_size = section.architecture().vocab_size
-            tokenizer = train_bpe(self._texts(), vocab_size)
+            tokenizer = train_bpe(self._texts(), vocab_size, section.digits_per_token)
             logger.info("learnt a tokenizer of %d tokens", tokenizer.vocab_size)
             with writing_to(folder):
                 tokenizer.save(folder, chat_template=ChatTemplate.bundled(TEMPLATE).source)

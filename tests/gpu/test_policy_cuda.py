@@ -37,7 +37,7 @@ def test_masks_are_recorded_as_on_the_cpu(vocab, gen):
     is_kept_TW[:, 5] = True
     bits_TU = bits_of(is_kept_TW)
     assert torch.equal(bits_of(is_kept_TW.cuda()).cpu(), bits_TU)
-    kept = kept_of([recorded(bits_U) for bits_U in bits_TU.numpy()], "cuda")
+    kept = kept_of(recorded(bits_TU.numpy()), "cuda")
     assert torch.equal(kept.dropped(vocab).cpu(), ~is_kept_TW)
 
 

@@ -21,6 +21,7 @@ from glm5.common.errors import ConfigError, GlmError
 from glm5.config.rl import RLRecipe
 from glm5.config.train import ModelSection
 from glm5.rl.build import PolicyBuilder, environments_of
+from glm5.rl.environments.protocol import with_system
 from glm5.rl.tasks import TaskSource
 
 Choice = Mapping[str, Any]
@@ -101,7 +102,7 @@ def job(recipe: RLRecipe, checkpoint: Path, folder: Path, steps: int, seed: int,
         "choice": dict(choice),
         "package": str(Path(__file__).parents[3]),
         "tasks": [[draw.seed, draw.level] for draw in draws],
-        "first_prompt": builder.chat.prompt(first.messages),
+        "first_prompt": builder.chat.prompt(with_system(changed.rollouts.system, first.messages)),
     }
 
 

@@ -30,7 +30,9 @@ def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(recipe["threads"])
     environment, checkpoint = table.make(recipe["environment"][0]["name"]), recipe["model"]["checkpoint"]
     tasks = [environment.task(seed, level) for seed, level in job["tasks"]]
-    rows = [{"prompt": list(task.messages), "task": number} for number, task in enumerate(tasks)]
+    system = recipe["rollouts"]["system"]
+    prompts = [protocol.with_system(system, task.messages) for task in tasks]
+    rows = [{"prompt": prompt, "task": number} for number, prompt in enumerate(prompts)]
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     options = {"add_generation_prompt": True, "return_dict": True, **config.chat_template_kwargs}
     prompt = list(tokenizer.apply_chat_template(rows[0]["prompt"], **options)["input_ids"])

@@ -8,7 +8,7 @@ of two versions are mixed then, and requests wait until a whole version has arri
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -220,15 +220,16 @@ class Control:
         try:
             self._check_update(call)
             self._check_complete(is_complete=(yield from self._result(self.weights.prepare(call))))
+            checked: Future[None] | None = None
             for number in range(len(call.buckets)):
                 bucket = yield from self._next_bucket(call.call_id)
-                yield from self._result(self.weights.check_sum(number, bucket.checksum))
+                yield from self._result(checked or self.weights.check_sum(number, bucket.checksum))
                 if stopped_at is None:
                     stopped_at = time.monotonic()
                     self.engine.send_to_scheduler(Pause())
                     yield from self._until_still()
                 self.is_torn = True
-                yield from self._result(self.weights.write(number))
+                checked = yield from self._write(number, buckets)
                 self.answers.append(Answer(buckets.popleft().call_id))
         except GlmError as error:
             if not self.is_torn:
@@ -246,6 +247,17 @@ class Control:
         num_bytes = sum(tensor.stop - tensor.start for bucket in call.buckets for tensor in bucket)
         self.last_push = {"seconds": now - began, "stopped_seconds": now - (stopped_at or now), "bytes": num_bytes}
         return answer
+
+    def _write(self, number: int, buckets: Sequence[Bucket]) -> "Generator[None, None, Future[None] | None]":
+        """Write the first of `buckets`. Meanwhile the next one's bytes are checked, if it has arrived: that future."""
+        written, checked = self.weights.write(number), None
+        self._awaited = written
+        while not written.done():
+            if checked is None and len(buckets) > 1 and buckets[1].error is None:
+                checked = self.weights.check_sum(number + 1, buckets[1].checksum)
+            yield
+        yield from self._result(written)
+        return checked
 
     def _next_bucket(self, push: int) -> Generator[None, None, Bucket]:
         buckets = self._buckets[push]

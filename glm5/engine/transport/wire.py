@@ -147,7 +147,7 @@ class PushCall(msgspec.Struct, tag=True):
 
 
 class Bucket(msgspec.Struct, tag=True):
-    """The next bucket of `push`, a `PushCall`'s id, is in its buffer; `checksum`: CRC-32 of its bytes. Answered once it
+    """The next bucket of `push`, a `PushCall`'s id, is in its buffer; `checksum`: of its bytes. Answered once it
     has been read. `error`: instead, why the sender cannot go on."""
 
     call_id: int

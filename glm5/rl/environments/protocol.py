@@ -23,6 +23,12 @@ from typing import Any, Literal, Protocol
 Message = Mapping[str, Any]
 """A chat message as the chat template takes it: role, content, and tool_calls or tool_call_id where they apply."""
 
+
+def with_system(system: str, messages: Sequence[Message]) -> list[Message]:
+    """The first messages of a conversation, after a system message with this text unless it is empty."""
+    return [{"role": "system", "content": system}, *messages] if system else list(messages)
+
+
 FailureKind = Literal["provider", "harness", "tool", "sandbox", "task", "environment"]
 EXCLUDED: tuple[FailureKind, ...] = ("provider", "sandbox", "environment")
 """Failures that exclude a rollout from its group. The others are the policy's own, or the task's (reward 0)."""

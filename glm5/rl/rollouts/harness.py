@@ -16,7 +16,7 @@ from typing import Any
 
 from glm5.common.errors import EngineDead, GlmError
 from glm5.rl.environments.play import as_message
-from glm5.rl.environments.protocol import EpisodeFailed, FailureKind, Message, Reply, Task, Turn
+from glm5.rl.environments.protocol import EpisodeFailed, FailureKind, Message, Reply, Task, Turn, with_system
 from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
 from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
@@ -144,6 +144,7 @@ class _Player:
         """Add what the environment says to a player."""
         seat = self._seat(number)
         if seat.leaf is None:
+            messages = with_system(self.harness.policy.cfg.system, messages)
             ids = self.harness.chat.prompt(messages, self.task.tools)
         else:
             ids = self.harness.chat.continuation(messages, self.task.tools, seat.token_ids[-1])

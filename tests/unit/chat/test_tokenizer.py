@@ -71,6 +71,17 @@ def test_digits_stand_alone():
         assert all(len(piece) == 1 for piece in pieces if any(char.isdigit() for char in piece))
 
 
+def test_numbers_are_cut_every_so_many_digits():
+    tokenizer = train_bpe(["2024 x12 7 100"] * 50, 400, digits_per_token=2)
+
+    def pieces(text: str) -> list[str]:
+        return [tokenizer.decode([token_id]) for token_id in tokenizer.encode(text)]
+
+    assert pieces("2024") == ["20", "24"]
+    assert pieces("12") == ["12"]
+    assert pieces("100") == ["10", "0"]
+
+
 def test_nothing_is_added_and_spelled_tokens_are_recognised(tokenizer):
     assert tokenizer.encode("") == []
     assert tokenizer.encode("<|user|>") == [tokenizer.id_of("<|user|>")]

@@ -1,5 +1,6 @@
 """Weights go into a model in use bucket by bucket: bit for bit those of a checkpoint, and nothing wrong unnoticed."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,8 +179,15 @@ def test_too_little_memory_is_said(monkeypatch):
 
 def test_a_checksum_knows_the_order_of_its_parts():
     given = [bytes([value]) * PART_BYTES for value in (1, 2)]
-    sums = {
-        checksum(lambda start, stop, of=b"".join(parts): of[start:stop], 2 * PART_BYTES)
-        for parts in (given, given[::-1])
-    }
-    assert len(sums) == 2
+    assert len({checksum(memoryview(b"".join(parts))) for parts in (given, given[::-1])}) == 2
+
+
+@pytest.mark.parametrize("size", [1, PART_BYTES, 9 * PART_BYTES + 3])
+def test_a_checksum_knows_every_bit(size, seed):
+    data = bytearray(np.random.default_rng(seed).bytes(size))
+    want = checksum(memoryview(data))
+    assert checksum(memoryview(bytes(data))) == want
+    for place in {0, size // 2, size - 1}:
+        data[place] ^= 1
+        assert checksum(memoryview(data)) != want
+        data[place] ^= 1

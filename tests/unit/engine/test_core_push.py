@@ -1,5 +1,7 @@
 """Weights that come in buckets, under load: nothing is computed while they are torn, whatever goes wrong midway."""
 
+from concurrent.futures import Future
+
 import pytest
 
 from glm5.engine.transport.wire import (
@@ -16,6 +18,7 @@ from glm5.engine.transport.wire import (
     first_id,
 )
 from tests.support.core_driver import CoreDriver
+from tests.support.fake_runner import ended
 from tests.unit.engine.test_core_control import check_versions, num_tokens, under_load
 
 WRONG = 5  # a checksum
@@ -71,6 +74,21 @@ def test_requests_wait_from_the_first_bucket_to_the_last(driver, policy):
     assert not stats["weights_are_torn"]
     assert stats["last_push"]["seconds"] > stats["last_push"]["stopped_seconds"] > 0
     assert stats["last_push"]["bytes"] == 12
+
+
+def test_a_bucket_is_checked_while_the_one_before_is_written(driver, monkeypatch):
+    weights, written, calls = driver.core.control.weights, Future(), list[str]()
+    monkeypatch.setattr(weights, "check_sum", lambda number, _: calls.append(f"check {number}") or ended(None))
+    monkeypatch.setattr(weights, "write", lambda number: calls.append(f"write {number}") or written)
+    for message in (push(1, "7", "7", "7"), Bucket(2, 1), Bucket(3, 1)):
+        driver.core.receive(message)
+    driver.turn(8)
+    assert calls == ["check 0", "write 0", "check 1"]
+    written.set_result(None)
+    driver.core.receive(Bucket(4, 1))
+    driver.run()
+    assert calls == ["check 0", "write 0", "check 1", "write 1", "check 2", "write 2"]
+    assert driver.answers[1].result == {"version": 1}
 
 
 @pytest.mark.parametrize("wrong", [{"checksum": WRONG}, {"error": "it is tired"}])
