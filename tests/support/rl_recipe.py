@@ -29,6 +29,7 @@ groups = 4
 group_size = 4
 max_tokens = 4
 max_model_len = 128
+system = "A game"
 
 [[environment]]
 name = "guess"

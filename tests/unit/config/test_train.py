@@ -58,6 +58,7 @@ def test_there_are_recipes():
         ("steps = 10", 'steps = "ten"', r"stage\.0\.steps: got 'ten'; allowed: an integer"),
         ('kind = "pretrain"', 'kind = "train"', r"stage\.0\.kind: got 'train'"),
         ('preset = "tiny"', "", "either preset or checkpoint; got neither"),
+        ('preset = "tiny"', 'preset = "tiny"\ntokenizer = "x"\ndigits_per_token = 2', "for a tokenizer that is learnt"),
         ('preset = "tiny"', 'preset = "huge"', r"model\.preset: got 'huge'"),
         ('preset = "tiny"', 'preset = "tiny"\nconfig = {hiden_size = 8}', "hiden_size is none; .* hidden_size"),
         ("lr = 1e-3", "lr = nan", "cannot be|lr"),

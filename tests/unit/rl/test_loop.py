@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from glm5 import LLM, SamplingParams, load
+from glm5.chat import Tokenizer
 from glm5.common.errors import EngineDead, TrainingError
 from glm5.engine import AsyncEngine
 from glm5.rl import loop, trainer
 from glm5.rl.loop import run
 from glm5.rl.records.digest import digests
+from glm5.rl.records.store import Records, read_groups
 from glm5.rl.state import RunState
 from glm5.rl.watch import LOW_ENTROPY, LOW_STEPS, Watch, read_lines
 from tests.support.rl_recipe import recipe_file, small_recipe
@@ -67,6 +69,13 @@ def done(tmp_path_factory) -> Path:
     recipe = small_recipe(folder)
     assert run(recipe) == folder / "run" / "policy"
     return folder
+
+
+def test_conversations_begin_with_the_system_message(done):
+    (rollout, *_) = read_groups(Records(done / "run"), 3)[0].rollouts
+    assert rollout.messages[:2] == [{"role": "system", "content": "A game"}, *rollout.task.messages]
+    tokenizer = Tokenizer.from_dir(done / "run" / "policy")
+    assert "<|system|>A game<|user|>Guess 1 to 15" in tokenizer.decode(rollout.tree.segments[0].token_ids)
 
 
 def test_trainer_and_engine_agree_to_the_bit(done):

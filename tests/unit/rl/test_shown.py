@@ -41,6 +41,7 @@ def test_replies_of_the_named_tasks_are_marked(builder):
     (call,) = tools.task(3, 0).data["calls"]
     assert f"<tool_call>{call['function']['name']}" in said[3]
     prompt = builder.tokenizer.decode(examples[3][0])
+    assert "<|system|>A game<|user|>" in prompt
     assert len(examples[3][0]) < len(prompt) / 3  # the tokenizer has learnt the list of tools
 
 
