@@ -33,7 +33,6 @@ class Push:
         self, model: Glm5, directory: Path, buckets: Sequence[Sequence[TensorEntry]], shard: Shard = UNSHARDED
     ) -> None:
         self._model, self._directory, self._buckets, self._shard = model, directory, buckets, shard
-        self._mapped: dict[Path, mmap.mmap] = {}
         bucket_of: dict[str, int] = {}
         entries: dict[str, TensorEntry] = {}
         for number, entry in ((number, entry) for number, bucket in enumerate(buckets) for entry in bucket):
@@ -48,10 +47,9 @@ class Push:
         """CheckpointError if the bytes of a bucket are not those that were sent, by their checksum."""
         bucket = self._buckets[number]
         path, num_bytes = self._directory / bucket[0].file, max(entry.stop for entry in bucket)
-        if self._mapped.get(path) is None:
-            with path.open("rb") as file:
-                self._mapped[path] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-        if checksum(memoryview(self._mapped[path])[:num_bytes]) != want:
+        with path.open("rb") as file:
+            data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))[:num_bytes]
+        if checksum(data) != want:
             raise CheckpointError(
                 f"bucket {number + 1} of {len(self._buckets)}, from {bucket[0].name} on, arrived with a wrong checksum"
             )

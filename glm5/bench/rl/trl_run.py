@@ -31,8 +31,9 @@ def main(job: dict[str, Any]) -> None:
     environment, checkpoint = table.make(recipe["environment"][0]["name"]), recipe["model"]["checkpoint"]
     tasks = [environment.task(seed, level) for seed, level in job["tasks"]]
     system = recipe["rollouts"]["system"]
-    prompts = [protocol.with_system(system, task.messages) for task in tasks]
-    rows = [{"prompt": prompt, "task": number} for number, prompt in enumerate(prompts)]
+    rows = [
+        {"prompt": protocol.with_system(system, task.messages), "task": number} for number, task in enumerate(tasks)
+    ]
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     options = {"add_generation_prompt": True, "return_dict": True, **config.chat_template_kwargs}
     prompt = list(tokenizer.apply_chat_template(rows[0]["prompt"], **options)["input_ids"])

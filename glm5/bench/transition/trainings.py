@@ -50,6 +50,12 @@ class Transition:
 
     def _from_dense(self) -> ModelSection:
         checkpoint = self.dense().folder / self._dense[-1].name / "last"
-        change = {"preset": None, "checkpoint": str(checkpoint), "config": {}}
-        learnt = {"tokenizer": None, "tokenizer_files": (), "digits_per_token": 1}
-        return self.recipe.model.model_copy(update=change | learnt)
+        change = {
+            "preset": None,
+            "checkpoint": str(checkpoint),
+            "tokenizer": None,
+            "tokenizer_files": (),
+            "digits_per_token": 1,
+            "config": {},
+        }
+        return self.recipe.model.model_copy(update=change)

@@ -1,11 +1,14 @@
 """Weights go into a model in use bucket by bucket: bit for bit those of a checkpoint, and nothing wrong unnoticed."""
 
+from pathlib import Path
+from traceback import clear_frames
+
 import numpy as np
 import pytest
 import torch
 
 from glm5.checkpoint import handover
-from glm5.checkpoint.handover import Buffers, TensorStream
+from glm5.checkpoint.handover import NUM_BUFFERS, Buffers, TensorStream
 from glm5.checkpoint.load import load
 from glm5.checkpoint.save import save
 from glm5.checkpoint.sums import PART_BYTES, checksum
@@ -144,6 +147,17 @@ def test_a_bucket_with_a_wrong_checksum_is_not_written():
         sender.send(1, damage=True)
     assert not differing(before, weights_of(model))
     assert differing(before, weights_of(random_model(1)))
+
+
+def test_a_failed_push_does_not_hold_the_senders_memory():
+    sender = Sender(random_model(1), random_model(2).state_dict())
+    before = Path("/proc/self/maps").read_text().count("glm5-push")
+    sender.send(0)
+    with pytest.raises(CheckpointError, match="wrong checksum") as failed:
+        sender.send(1, damage=True)
+    clear_frames(failed.tb)
+    assert before == NUM_BUFFERS
+    assert Path("/proc/self/maps").read_text().count("glm5-push") == before
 
 
 def test_what_becomes_infinite_in_the_models_dtype_is_noticed():
