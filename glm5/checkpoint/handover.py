@@ -1,6 +1,6 @@
 """Tensors in memory -> buckets in shared memory that an engine's processes read (push.py is their side).
 
-    tensors -> buckets of at most a layer -> one of two buffers, in turn -> sum of its bytes
+    tensors -> buckets of at most a layer -> sum of a bucket's bytes -> one of two buffers, in turn
 
 While the engine reads one buffer, the other is filled. For tensors on a GPU they are pinned. The buffers have no name
 in any folder: the engine opens them by this process's number, and they are gone when it ends, however it ends.
@@ -10,13 +10,14 @@ import fcntl
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from glm5.checkpoint.names import SCALE_SUFFIX, STACKED, place_of
+from glm5.checkpoint.pinned import Pinned
 from glm5.checkpoint.shard import CODES, DTYPES
 from glm5.checkpoint.sums import checksum
 from glm5.checkpoint.update import is_finite
@@ -97,38 +98,48 @@ class Buffers:
             os.ftruncate(descriptor, num_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # the engine maps it
             self._memory.append(mmap.mmap(descriptor, num_bytes))
-        self._pinned: list[int] = []
-        if torch.cuda.is_initialized():  # a copy to pinned memory is several times as fast
-            self._pinned = [torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in self._memory]
-            for address in self._pinned:
-                torch.cuda.check_error(int(_cudart().cudaHostRegister(address, num_bytes, 0)))
+        is_for_gpu = torch.cuda.is_initialized()
+        self._pinned = [Pinned(memory) for memory in self._memory] if is_for_gpu else []
 
     @torch.no_grad()
     def fill(self, which: int, bucket: Sequence[tuple[TensorLayout, int]], tensors: Iterator[Tensor]) -> int:
-        """Copy the next tensors into a buffer, as the bucket says. Returns the checksum of its bytes."""
-        memory, stop = torch.frombuffer(self._memory[which], dtype=torch.uint8), 0
-        for layout, start in bucket:
-            tensor = next(tensors, None)
-            if tensor is None:
-                raise CheckpointError(f"the tensors ended before {layout.name}")
-            if (tuple(tensor.shape), CODES.get(tensor.dtype)) != (layout.shape, layout.dtype):
-                raise CheckpointError(f"{layout.name} is {tensor.dtype} {list(tensor.shape)}, announced: {layout}")
-            stop = start + layout.num_bytes
-            memory[start:stop].view(DTYPES[layout.dtype]).view(layout.shape).copy_(tensor)
-        return checksum(memoryview(self._memory[which])[:stop])
+        """Copy the next tensors into a buffer, as the bucket says. Returns the checksum of its bytes. Those of a GPU
+        are put together and summed there, if it has room."""
+        given = [_next(tensors, layout) for layout, _ in bucket]
+        stop = bucket[-1][1] + bucket[-1][0].num_bytes
+        memory = torch.frombuffer(self._memory[which], dtype=torch.uint8)[:stop]
+        if given[0].is_cuda:
+            with suppress(torch.OutOfMemoryError):
+                together = torch.empty(stop, dtype=torch.uint8, device=given[0].device)
+                _put(together, bucket, given)
+                memory.copy_(together)
+                return checksum(together)
+        _put(memory, bucket, given)
+        return checksum(memory)
 
     def close(self) -> None:
         """The memory is free once no process reads it any more."""
         while self._pinned:
-            torch.cuda.check_error(int(_cudart().cudaHostUnregister(self._pinned.pop())))
+            self._pinned.pop().close()
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors.clear()
         self._memory.clear()
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()
+def _next(tensors: Iterator[Tensor], layout: TensorLayout) -> Tensor:
+    tensor = next(tensors, None)
+    if tensor is None:
+        raise CheckpointError(f"the tensors ended before {layout.name}")
+    if (tuple(tensor.shape), CODES.get(tensor.dtype)) != (layout.shape, layout.dtype):
+        raise CheckpointError(f"{layout.name} is {tensor.dtype} {list(tensor.shape)}, announced: {layout}")
+    return tensor
+
+
+def _put(memory: Tensor, bucket: Sequence[tuple[TensorLayout, int]], tensors: Sequence[Tensor]) -> None:
+    for (layout, start), tensor in zip(bucket, tensors, strict=True):
+        stop = start + layout.num_bytes
+        memory[start:stop].view(DTYPES[layout.dtype]).view(layout.shape).copy_(tensor)
 
 
 def _unit(name: str) -> tuple[int, str]:

@@ -230,7 +230,7 @@ class _Piece(NamedTuple):
 
 def read_weights(
     parameters: Mapping[str, Tensor],
-    directory: Path,
+    source: Path | Tensor,
     index: ShardIndex,
     names: Iterable[str],
     *,
@@ -243,7 +243,8 @@ def read_weights(
     quiet: bool = False,
     on_share: Callable[[float], None] = lambda _share: None,
 ) -> int:
-    """Read the weights called `names` on disk into `parameters`, in the order of the files.
+    """Read the weights called `names` on disk into `parameters`, in the order of the files of a directory. `source` may
+    also be the bytes of one file in memory, on any device.
 
     `scaled`: weights stored as FP8 with block scales; `kept`: those of them that stay FP8, the others are dequantized.
     `stored`: weights in other quantized formats. `masters`: floats of weights that `parameters` hold quantized. With a
@@ -279,27 +280,30 @@ def read_weights(
 
     def read_rows(staging: Staging, entry: TensorEntry, rows: slice) -> None:
         if entry.name in quantized:
-            read_quantized(directory, index.entries, quantized[entry.name], parameters, spans[entry.name], staging)
+            read_quantized(source, index.entries, quantized[entry.name], parameters, spans[entry.name], staging)
             return
         slot = slot_of(entry.name)
         target, span = slot.view(parameters[slot.parameter]), spans[entry.name]
         if entry.name.endswith(CHAINED):
-            target.copy_(_chained_rotation(directory, entry, index.entries))
+            target.copy_(_chained_rotation(source, entry, index.entries))
         elif entry.name in masters:
-            masters[entry.name].quantize_into(entry.name, read_tensor(directory, entry).to(device), parameters, span)
+            masters[entry.name].quantize_into(entry.name, read_tensor(source, entry).to(device), parameters, span)
         elif entry.name in dequantized:
-            _dequantize_into(directory, entry, index.entries, target, span, staging)
+            _dequantize_into(source, entry, index.entries, target, span, staging)
         elif span is not None and span.dim == 1:
-            _read_columns_into(directory, entry, target, span, staging, may_map=may_map)
+            _read_columns_into(source, entry, target, span, staging, may_map=may_map)
         else:
             first_row = rows.start + (0 if span is None else span.start)
-            _read_or_cast_into(directory, entry, target[rows], first_row, staging)
+            _read_or_cast_into(source, entry, target[rows], first_row, staging)
 
     work = [piece for entry in entries for piece in _pieces(entry, spans[entry.name], num_bytes[entry.name], unsplit)]
-    title, total, num_read = f"loading {directory.name}", sum(num_bytes.values()), 0
+    title = f"loading {source.name if isinstance(source, Path) else index.source}"
+    total, num_read = sum(num_bytes.values()), 0
+    # What is on the GPU already leaves nothing to wait for.
+    num_threads = 1 if isinstance(source, Tensor) and source.is_cuda else num_readers(device)
     shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 and not quiet else nullcontext()
     try:
-        with ThreadPoolExecutor(num_readers(device)) as readers, shown as progress:
+        with ThreadPoolExecutor(num_threads) as readers, shown as progress:
             for piece, _ in zip(work, readers.map(read, work), strict=True):  # an error cancels the rest
                 num_read += piece.num_bytes
                 on_share(num_read / total)
@@ -336,10 +340,10 @@ def num_readers(device: torch.device) -> int:
     return NUM_READERS.get(device.type, NUM_READERS["cpu"])
 
 
-def _chained_rotation(directory: Path, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> Tensor:
+def _chained_rotation(source: Path | Tensor, entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> Tensor:
     """MTPLayer's chained_rotation: on disk it already contains hidden_rotation, which is divided out here."""
-    hidden = read_tensor(directory, entries[entry.name.replace(CHAINED, HIDDEN)]).double()
-    return torch.linalg.solve(hidden, read_tensor(directory, entry).double(), left=False)
+    hidden = read_tensor(source, entries[entry.name.replace(CHAINED, HIDDEN)]).double()
+    return torch.linalg.solve(hidden, read_tensor(source, entry).double(), left=False)
 
 
 def _num_bytes(entry: TensorEntry, span: Span | None, num_parts: int | None) -> int:
@@ -353,24 +357,40 @@ def _cast_into(target: Tensor, rows: Tensor) -> None:
     target.copy_(cast(rows, target.dtype))
 
 
-def _read_or_cast_into(directory: Path, entry: TensorEntry, target: Tensor, first_row: int, staging: Staging) -> None:
+def _pass_rows(
+    source: Path | Tensor, entry: TensorEntry, rows: range, staging: Staging, consume: Callable[[Tensor], object]
+) -> None:
+    """Call `consume` with those rows on the staging's device, in their stored dtype."""
+    if isinstance(source, Tensor):
+        consume(read_tensor(source, entry)[rows.start : rows.stop].to(staging.device))
+        return
+    held = staging.buffer((len(rows), *entry.shape[1:]), DTYPES[entry.dtype])
+    read_into(source, entry, held, first_byte=rows.start * (entry.num_bytes // max(1, entry.shape[0])))
+    staging.submit(held, consume)
+
+
+def _read_or_cast_into(
+    source: Path | Tensor, entry: TensorEntry, target: Tensor, first_row: int, staging: Staging
+) -> None:
     """Fill `target` with as many rows from `first_row` on, cast to its dtype."""
     stored, row_bytes = DTYPES[entry.dtype], entry.num_bytes // max(1, entry.shape[0])
     if target.dtype == stored and target.device.type == "cpu":
-        read_into(directory, entry, target, first_byte=first_row * row_bytes)
+        read_into(source, entry, target, first_byte=first_row * row_bytes)
+        return
+    if isinstance(source, Tensor) and source.is_cuda:
+        _cast_into(target, read_tensor(source, entry)[first_row : first_row + len(target)])
         return
     for start, stop in _row_ranges(len(target), staging.rows(row_bytes, stored.itemsize)):
-        rows = staging.buffer((stop - start, *entry.shape[1:]), stored)
-        read_into(directory, entry, rows, first_byte=(first_row + start) * row_bytes)
-        staging.submit(rows, partial(_cast_into, target[start:stop]))
+        rows = range(first_row + start, first_row + stop)
+        _pass_rows(source, entry, rows, staging, partial(_cast_into, target[start:stop]))
 
 
 def _read_columns_into(
-    directory: Path, entry: TensorEntry, target: Tensor, span: Span, staging: Staging, *, may_map: bool
+    source: Path | Tensor, entry: TensorEntry, target: Tensor, span: Span, staging: Staging, *, may_map: bool
 ) -> None:
     stored = DTYPES[entry.dtype]
     columns, width = slice(span.start, span.stop), stored.itemsize
-    if may_map and (matrix := mapped(directory, entry)) is not None:
+    if may_map and isinstance(source, Path) and (matrix := mapped(source, entry)) is not None:
         part = matrix[:, columns]
         if target.dtype == stored and target.device.type == "cpu":
             target.copy_(part)
@@ -380,13 +400,14 @@ def _read_columns_into(
             staging.submit(rows.copy_(part[start:stop]), partial(_cast_into, target[start:stop]))
         return
     for start, stop in _row_ranges(len(target), staging.rows(entry.shape[1] * width, width)):
-        rows = staging.buffer((stop - start, entry.shape[1]), stored)
-        read_into(directory, entry, rows, first_byte=start * entry.shape[1] * width)
-        staging.submit(rows, lambda rows, into=target[start:stop]: _cast_into(into, rows[:, columns]))
+        into = target[start:stop]
+        _pass_rows(
+            source, entry, range(start, stop), staging, lambda rows, into=into: _cast_into(into, rows[:, columns])
+        )
 
 
 def _dequantize_into(
-    directory: Path,
+    source: Path | Tensor,
     entry: TensorEntry,
     entries: Mapping[str, TensorEntry],
     target: Tensor,
@@ -395,7 +416,7 @@ def _dequantize_into(
 ) -> None:
     """Weight times scale, which may be in another shard file. At ragged edges the last block is cut off. Blocks that
     only partly belong to a rank are read completely."""
-    scale = read_tensor(directory, entries[entry.name + SCALE_SUFFIX]).to(target.device)
+    scale = read_tensor(source, entries[entry.name + SCALE_SUFFIX]).to(target.device)
     stored, num_rows, width = DTYPES[entry.dtype], *entry.shape
     (first_row, last_row), columns = (0, num_rows), slice(0, width)
     if span is not None:
@@ -405,15 +426,13 @@ def _dequantize_into(
         begin, end = max(start, first_row), min(stop, last_row)
         if begin >= end:
             continue
-        rows = staging.buffer((stop - start, width), stored)
-        read_into(directory, entry, rows, first_byte=start * width)
         of_rows = scale[start // BLOCK : -(-stop // BLOCK)]
         into, some = target[begin - first_row : end - first_row], slice(begin - start, end - start)
 
         def dequantize(rows: Tensor, of_rows: Tensor = of_rows, into: Tensor = into, some: slice = some) -> None:
             into.copy_(BlockScaled(rows, of_rows).dequantize(into.dtype)[some, columns])
 
-        staging.submit(rows, dequantize)
+        _pass_rows(source, entry, range(start, stop), staging, dequantize)
 
 
 def _row_ranges(num_rows: int, step: int) -> list[tuple[int, int]]:

@@ -139,18 +139,21 @@ def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_tensor(directory: Path, entry: TensorEntry) -> Tensor:
-    """The tensor in a new host buffer, in its stored dtype."""
+def read_tensor(source: Path | Tensor, entry: TensorEntry) -> Tensor:
+    """The tensor in its stored dtype: of a directory in a new host buffer, of bytes in memory (uint8, the content of
+    its file) as a view of them."""
+    if isinstance(source, Tensor):
+        return source[entry.start : entry.stop].view(DTYPES[entry.dtype]).view(entry.shape)
     out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    read_into(directory, entry, out)
+    read_into(source, entry, out)
     return out
 
 
-def read_columns(directory: Path, entry: TensorEntry, rows: range, columns: range) -> Tensor:
+def read_columns(source: Path | Tensor, entry: TensorEntry, rows: range, columns: range) -> Tensor:
     """Some rows and columns of a matrix in a new host buffer, in its stored dtype. Reads whole rows."""
     dtype, num_columns = DTYPES[entry.dtype], entry.shape[1]
     held = torch.empty((len(rows), num_columns), dtype=dtype)
-    read_into(directory, entry, held, first_byte=rows.start * num_columns * dtype.itemsize)
+    read_into(source, entry, held, first_byte=rows.start * num_columns * dtype.itemsize)
     return held[:, columns.start : columns.stop]
 
 
@@ -169,11 +172,19 @@ def mapped(directory: Path, entry: TensorEntry) -> Tensor | None:
     return torch.from_numpy(held).view(dtype)
 
 
-def read_into(directory: Path, entry: TensorEntry, out: Tensor, first_byte: int = 0) -> None:
-    """Fill the contiguous host tensor `out` with the bytes of `entry` from `first_byte` on."""
+def read_into(source: Path | Tensor, entry: TensorEntry, out: Tensor, first_byte: int = 0) -> None:
+    """Fill the contiguous host tensor `out` with the bytes of `entry` from `first_byte` on, of a directory or of bytes
+    in memory."""
     assert out.is_contiguous(), f"{out.stride()=}"
-    bytes_out = out.detach().reshape(-1).view(torch.uint8).numpy().data
-    assert first_byte + len(bytes_out) <= entry.num_bytes, f"{entry=} {first_byte=} {len(bytes_out)=}"
+    flat = out.detach().reshape(-1).view(torch.uint8)
+    assert first_byte + len(flat) <= entry.num_bytes, f"{entry=} {first_byte=} {len(flat)=}"
+    if isinstance(source, Tensor):
+        flat.copy_(source[entry.start + first_byte :][: len(flat)])
+    else:
+        _read_file(source, entry, flat.numpy().data, first_byte)
+
+
+def _read_file(directory: Path, entry: TensorEntry, bytes_out: memoryview, first_byte: int) -> None:
     position = 0
     try:
         with (directory / entry.file).open("rb", buffering=0) as file:

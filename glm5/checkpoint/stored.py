@@ -97,7 +97,7 @@ def check_groups(stored: Iterable[Stored], size: int) -> None:
 
 
 def read_quantized(
-    directory: Path,
+    source: Path | Tensor,
     entries: Mapping[str, TensorEntry],
     matrix: Stored,
     parameters: Mapping[str, Tensor],
@@ -108,12 +108,12 @@ def read_quantized(
     slot = slot_of(matrix.name)
     target = slot.view(parameters[slot.parameter])
     if target.is_floating_point() and target.dtype != FP8:
-        dense = matrix.read(lambda name: read_tensor(directory, entries[name])).dequantize(target.dtype)
+        dense = matrix.read(lambda name: read_tensor(source, entries[name])).dequantize(target.dtype)
         target.copy_(dense if span is None else dense.narrow(span.dim, span.start, span.stop - span.start))
         return
 
     def put(name: str, span: Span | None, per_element: int, consume: Callable[[Tensor], object]) -> None:
-        staging.submit(_read(directory, entries[name], span, per_element, staging), consume)
+        staging.submit(_read(source, entries[name], span, per_element, staging), consume)
 
     place(matrix, parameters, span, put)
 
@@ -134,12 +134,12 @@ def place(matrix: Stored, parameters: Mapping[str, Tensor], span: Span | None, p
     put(matrix.parts["scale"].name, span, per_scale or 1, lambda held: into.copy_(held.float()))
 
 
-def _read(directory: Path, entry: TensorEntry, span: Span | None, per_element: int, staging: Staging) -> Tensor:
+def _read(source: Path | Tensor, entry: TensorEntry, span: Span | None, per_element: int, staging: Staging) -> Tensor:
     """A part of a tensor, in host memory. `per_element`: inputs of a row that each element of the tensor stands for."""
     if span is not None and span.dim == 1:
         columns = range(span.start // per_element, span.stop // per_element)
-        return read_columns(directory, entry, range(entry.shape[0]), columns).contiguous()
+        return read_columns(source, entry, range(entry.shape[0]), columns).contiguous()
     first, last = (0, entry.shape[0]) if span is None else (span.start, span.stop)
     out = staging.buffer((last - first, *entry.shape[1:]), DTYPES[entry.dtype])
-    read_into(directory, entry, out, first_byte=first * (entry.num_bytes // entry.shape[0]))
+    read_into(source, entry, out, first_byte=first * (entry.num_bytes // entry.shape[0]))
     return out

@@ -67,13 +67,20 @@ class Match:
     is_complete: bool
 
     def read_into(
-        self, parameters: dict[str, Tensor], directory: Path, index: ShardIndex, shard: Shard, *, quiet: bool = False
+        self,
+        parameters: dict[str, Tensor],
+        source: Path | Tensor,
+        index: ShardIndex,
+        shard: Shard,
+        *,
+        quiet: bool = False,
     ) -> list[str]:
-        """Read those tensors that are in `index`; their names. `quiet`: show no progress."""
+        """Read those tensors that are in `index` from a directory or from memory; their names. `quiet`: show no
+        progress."""
         names = [name for name in self.names if self._on_disk(name) in index.entries]
         read_weights(
             parameters,
-            directory,
+            source,
             index,
             names,
             scaled=self.found.scaled,

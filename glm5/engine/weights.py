@@ -70,7 +70,7 @@ class Weights:
 
     def swap(self, staged: Staged, version: int) -> None:
         replace(self._written, staged)
-        self.end_push(version)
+        self._adopt(version)
 
     def prepare(self, push: PushCall) -> "Future[bool]":
         directory = Path(f"/proc/{push.pid}/fd")
@@ -93,10 +93,17 @@ class Weights:
         assert self._push is not None, "not prepared"
         return in_background(partial(self._push.write, number), "glm5-weights")
 
-    def end_push(self, version: int) -> None:
+    def end_push(self, version: int | None) -> None:
+        if self._push is not None:
+            self._push.close()
+            self._push = None
+        if version is not None:
+            self._adopt(version)
+
+    def _adopt(self, version: int) -> None:
         if self.shared is not None:
             self.shared.adopt()
-        self.version, self.identity, self._push = version, uuid4().bytes, None
+        self.version, self.identity = version, uuid4().bytes
 
     def take_changes(self, version: int, *, closely: bool) -> bool:
         if self.shared is None or not self.shared.has_changed(closely=closely):

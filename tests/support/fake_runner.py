@@ -109,7 +109,9 @@ class FakeWeights:
         self.number = TORN
         return ended(None)
 
-    def end_push(self, version: int) -> None:
+    def end_push(self, version: int | None) -> None:
+        if version is None:
+            return
         number = int(self.push.buckets[0][0].name)
         self.number, self.version, self.identity = number, version, f"{number} of update {version}".encode()
 

@@ -232,6 +232,7 @@ class Control:
                 checked = yield from self._write(number, buckets)
                 self.answers.append(Answer(buckets.popleft().call_id))
         except GlmError as error:
+            self.weights.end_push(None)
             if not self.is_torn:
                 raise
             raise CheckpointError(

@@ -69,8 +69,8 @@ class WeightSource(Protocol):
         """Write a bucket of the prepared push. No step may run before a push of all tensors, or `swap`, is finished."""
         ...
 
-    def end_push(self, version: int) -> None:
-        """All buckets are written."""
+    def end_push(self, version: int | None) -> None:
+        """All buckets are written, or the push has failed (None)."""
         ...
 
     def check_source(self) -> None:

@@ -84,9 +84,9 @@ class WriteBucket:
 
 @dataclass(frozen=True)
 class EndPush:
-    """All buckets are written."""
+    """All buckets are written, or the push has failed (None)."""
 
-    version: int
+    version: int | None
 
 
 @dataclass(frozen=True)

@@ -293,7 +293,7 @@ class RankedWeights:
         others = self._ranks.call(lambda call: WriteBucket(call, number))
         return self._by_all(others, self._own.write(number))
 
-    def end_push(self, version: int) -> None:
+    def end_push(self, version: int | None) -> None:
         self._ranks.broadcast(EndPush(version))
         self._own.end_push(version)
 
