@@ -11,7 +11,7 @@ class BenchRLConfig(Command):
     """Reinforcement learning of a recipe whose environment asks once: tokens per second of rollouts and of training,
     and the time to a mean reward, over several seeds; beside another library from the same checkpoint, in turn."""
 
-    recipe: Annotated[str, Positional()] = "recipes/rl-reverse.toml"
+    recipe: Annotated[str, Positional()] = "recipes/rl-sort.toml"
     """TOML file."""
     set: tuple[str, ...] = ()
     """KEY=VALUE: a value of the recipe by its path, such as rollouts.groups=8."""

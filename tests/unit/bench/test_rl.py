@@ -16,7 +16,7 @@ from glm5.common.errors import ConfigError, GlmError
 from glm5.config.bench_rl import BenchRLConfig
 from glm5.config.rl import read_rl_recipe
 
-RECIPE = Path(__file__).parents[3] / "recipes" / "rl-reverse.toml"
+RECIPE = Path(__file__).parents[3] / "recipes" / "rl-sort.toml"
 PROGRAM = """
 import json, sys, time
 job = json.load(open(sys.argv[1]))
