@@ -4,6 +4,7 @@
     [warm_start]     supervised steps that teach legal replies       [rollouts]        how replies are sampled
     [algorithm]      advantages and the weight of each token         [optimizer]       config/step.py
     [evaluation]     held-out tasks                                  [records]         what is kept of rollouts
+    [asynchronous]   rollouts go on while the trainer learns
 
 Sources of the defaults: GLM-5 report, equation 1 (reasoning RL); where it is silent, the usual choice, said beside the
 field.
@@ -141,6 +142,23 @@ class Rollouts(Section):
     """Memory of the engine's KV cache. Default: what the step's conversations need at most."""
 
 
+class Asynchronous(Section):
+    """Rollouts that go on while the trainer learns (GLM-5 report, section 4.1). What it does not publish is said beside
+    the field."""
+
+    max_staleness: Annotated[int, Field(ge=0, le=1000)] = 2
+    """Pushes between the oldest weights that sampled a token of a rollout and those with which its step starts. 0: all
+    is on-policy, and trainer and rollouts take turns. Not published."""
+    push_every: Count = 1
+    """Optimizer steps between pushes of the weights into the engine. Not published."""
+    stale: Literal["drop", "withhold"] = "drop"
+    """drop: stale rollouts are left out, as reported. withhold: their rewards count in their group's mean, and none of
+    their tokens is trained."""
+    policy: Literal["recompute", "keep"] = "recompute"
+    """What a push does to keys and values of replies that are under way: compute them again with the new weights, or
+    keep them."""
+
+
 class Evaluation(Section):
     """Held-out tasks: their seeds are never trained on."""
 
@@ -191,8 +209,9 @@ class RLRecipe(Section):
     deterministic rollouts."""
     balance_step: NotNegative = 0.0
     """How far a router's selection bias moves in a step towards an even load. 0: frozen."""
-    reset_optimizer: bool = False
-    """Zero the optimizer's state after each step's push of the weights."""
+    reset_optimizer: bool | None = None
+    """Zero the optimizer's state after each push of the weights. Default: with asynchronous rollouts, as reported. With
+    a push after every step AdamW then only sees the signs of gradients."""
     tensorboard: bool = False
     """Write TensorBoard's files too, into OUT/tensorboard. Needs the extra tensorboard."""
     wandb: bool = False
@@ -205,9 +224,20 @@ class RLRecipe(Section):
     warm_start: WarmStart | None = None
     algorithm: AlgorithmSection = AlgorithmSection()
     rollouts: Rollouts = Rollouts()
+    asynchronous: Asynchronous | None = None
+    """Default: rollouts and trainer take turns."""
     environment: Annotated[tuple[EnvironmentSection, ...], Field(min_length=1)]
     evaluation: Evaluation = Evaluation()
     records: Records = Records()
+
+    def version_at(self, step: int) -> int:
+        """The version of the weights with which a step, counted from 0, starts: the number of pushes before it."""
+        return step // (1 if self.asynchronous is None else self.asynchronous.push_every)
+
+    def resets_after(self, step: int) -> bool:
+        """Whether the optimizer's state is zeroed after a step, counted from 0."""
+        wanted = self.asynchronous is not None if self.reset_optimizer is None else self.reset_optimizer
+        return wanted and self.version_at(step + 1) > self.version_at(step)
 
     @property
     def folder(self) -> Path:

@@ -22,8 +22,8 @@ _NAMES = {
 }
 
 
-def figures_of(step: int, groups: Sequence[Group], trained: Trained, times: Mapping[str, float]) -> dict[str, float]:
-    """`step`: its number from 1. `times`: seconds of the step's phases."""
+def figures_of(version: int, groups: Sequence[Group], trained: Trained, times: Mapping[str, float]) -> dict[str, float]:
+    """`version`: of the weights with which the step started. `times`: seconds of its phases."""
     repairs = trained.repairs
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     valid = [rollout for rollout in rollouts if rollout.is_valid]
@@ -43,12 +43,12 @@ def figures_of(step: int, groups: Sequence[Group], trained: Trained, times: Mapp
         "group/refilled": len({group.number for group in groups if group.number >= REPLACING}),
     }
     found |= {f"env_fail/{kind}": count for kind, count in repairs.failures.items()}
-    found |= _of_environments(valid) | _of_tokens(trained.scores) | _staleness(step, rollouts)
+    found |= _of_environments(valid) | _of_tokens(trained.scores) | _staleness(version, rollouts)
     names = {name: _NAMES.get(name, f"train/{name.replace(' ', '_')}") for name in trained.metrics}
     found |= {names[name]: value for name, value in trained.metrics.items()}
     total = sum(times.values())
     found |= {f"time/{name}": seconds for name, seconds in times.items()} | {"time/step": total}
-    found["perf/rollout_tok_s"] = sum(lengths) / max(times["rollout"], 1e-9)
+    found["perf/rollout_tok_s"] = sum(lengths) / max(times.get("rollout", total), 1e-9)
     return {name: float(value) for name, value in found.items()}
 
 
@@ -89,11 +89,12 @@ def _of_tokens(scores: Scores) -> dict[str, float]:
     }
 
 
-def _staleness(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Steps between the weights that sampled a token and those that are trained on it."""
+def _staleness(newest: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Pushes between the weights that sampled a token and those that are trained on it."""
     ages = [
-        step - 1 - version
+        newest - version
         for rollout in rollouts
+        if rollout.failure != "stale"
         for segment in rollout.tree.segments
         if segment.is_sampled
         for version in segment.versions

@@ -3,9 +3,11 @@
     step:   groups of rollouts with the weights of version `step` -> repaired groups -> batches -> optimizer step
             -> weights of version `step` + 1 into the engine
 
-Rollouts and trainer take turns on one device. The tasks of a step, the seeds of all requests and the learning rate
-depend only on the recipe and the step's number (with a ladder: also on earlier rewards, which are in the state). In the
-engine's deterministic mode answers depend on nothing else, so a killed run goes on to the same bits on a CPU.
+Rollouts and trainer take turns on one device, or with `[asynchronous]` rollouts go on all the time (rl/orchestrator/),
+and a batch is taken from those that have ended. Where they take turns, the tasks of a step, the seeds of all requests
+and the learning rate depend only on the recipe and the step's number (with a ladder: also on earlier rewards, which are
+in the state). In the engine's deterministic mode answers depend on nothing else, so a killed run goes on to the same
+bits on a CPU. Asynchronous rollouts depend on time as well; a killed run asks the tasks again that were under way.
 """
 
 import asyncio
@@ -31,6 +33,7 @@ from glm5.rl.build import PolicyBuilder
 from glm5.rl.environments.workers import EnvironmentWorkers
 from glm5.rl.evaluate import evaluate
 from glm5.rl.figures import figures_of
+from glm5.rl.orchestrator.rollouts import AsyncRollouts
 from glm5.rl.records.digest import digests
 from glm5.rl.records.store import RecordWriter
 from glm5.rl.report import REPORT, write_report
@@ -96,6 +99,11 @@ class Run:
             self.tasks.load_state(saved["ladders"])
             self.trainer.load_state(saved["trainer"])
             logger.info("going on after step %d", self.number)
+        self.rollouts = None
+        if recipe.asynchronous is not None:
+            self.rollouts = AsyncRollouts(recipe, self.tasks, self.number)
+            if saved is not None:
+                self.rollouts.load_state(saved["asynchronous"])
         with writing_to(out), atomic_write(out / "recipe.json") as handle:
             handle.write(json.dumps(json.loads(recipe.model_dump_json()), indent=2) + "\n")
         if saved is None:
@@ -121,6 +129,8 @@ class Run:
                     gc.freeze()  # what is there stays; no collection needs to visit it again
                     await self._steps(interrupted)
                 finally:
+                    if self.rollouts is not None:
+                        await self.rollouts.cancel()
                     if self.engine is not None:
                         await asyncio.to_thread(self.engine.close)
         with writing_to(self.out / REPORT):
@@ -154,11 +164,16 @@ class Run:
         await self._alive(self._push)
         pushed = time.monotonic()
         await asyncio.to_thread(self._record, groups, trained)
-        times = {"rollout": rolled - began, "train": stepped - rolled, "push": pushed - stepped}
+        waited = "rollout" if self.rollouts is None else "wait_for_batch"
+        times = {waited: rolled - began, "train": stepped - rolled, "push": pushed - stepped}
         times["record"] = time.monotonic() - pushed
-        pushed = self.pushed["bytes"] / 1e9 / self.pushed["seconds"]
-        figures = figures_of(self.number, groups, trained, times) | self._speed(trained, times["train"])
-        figures |= {"push/gb_s": pushed, "push/stopped_s": self.pushed["stopped_seconds"]}
+        version = self.recipe.version_at(self.number - 1)
+        figures = figures_of(version, groups, trained, times) | self._speed(trained, times["train"])
+        if self.pushed is not None:
+            rate = self.pushed["bytes"] / 1e9 / self.pushed["seconds"]
+            figures |= {"push/gb_s": rate, "push/stopped_s": self.pushed["stopped_seconds"]}
+        if self.rollouts is not None:
+            figures |= self.rollouts.figures()
         self.watch.step(self.number, figures)
 
     def _speed(self, trained: Trained, seconds: float) -> dict[str, float]:
@@ -177,6 +192,8 @@ class Run:
             self.records.write(self.number, self.recipe.steps, digests(self.trainer.learnt()), groups, columns)
 
     async def _collect(self) -> list[Group]:
+        if self.rollouts is not None:
+            return await self.rollouts.batch(self.number)
         return await refilled(self._play, self.tasks, self.number)
 
     async def _play(self, draws: Sequence[Draw]) -> list[Group]:
@@ -192,12 +209,15 @@ class Run:
         self.watch.evaluated(self.number, found)
 
     async def _push(self) -> None:
-        """The trainer's weights into the engine, as version `number`, if it does not have them."""
-        if self.version == self.number:
+        """The trainer's weights into the engine, where it has those of an earlier version than the next step's."""
+        version, cfg = self.recipe.version_at(self.number), self.recipe.asynchronous
+        if self.version == version:
             return
-        engine = self.harness.policy.engine
-        await engine.update_weights(self.trainer.weights(), policy="recompute", version=self.number)
-        self.version, self.pushed = self.number, (await engine.stats())["last_push"]
+        engine, policy = self.harness.policy.engine, "recompute" if cfg is None else cfg.policy
+        await engine.update_weights(self.trainer.weights(), policy=policy, version=version)
+        self.version, self.pushed = version, (await engine.stats())["last_push"]
+        if self.rollouts is not None:
+            self.rollouts.pushed(version)
 
     async def _alive(self, action: Callable[[], Awaitable[T]]) -> T:
         """Do what needs the engine. Where the engine dies, it is started again with the current weights, once."""
@@ -229,13 +249,17 @@ class Run:
             ) from error
 
     async def _start_engine(self) -> None:
+        if self.rollouts is not None:
+            await self.rollouts.cancel()
         if self.engine is not None:
             await asyncio.to_thread(self.engine.close)
         self.engine = await asyncio.to_thread(self.builder.engine, self.folder, self.device)
         self.engine.start()
         self.trainer.check(self.engine.info.arithmetic)
         self.harness = Harness(Policy(self.engine, self.recipe.rollouts), self.workers, self.builder.chat)
-        self.version = 0
+        if self.rollouts is not None:
+            self.rollouts.harness = self.harness
+        self.version, self.pushed = 0, None
         await self._push()
 
     def _export(self) -> None:
@@ -244,6 +268,7 @@ class Run:
 
     def _save(self) -> None:
         self._export()
-        self.state.write(self.number, self.tasks.state(), self.trainer.state())
+        rollouts = None if self.rollouts is None else self.rollouts.state()
+        self.state.write(self.number, self.tasks.state(), self.trainer.state(), rollouts)
         self.saved = self.number
         self.records.keep_state(self.state.file, self.number)

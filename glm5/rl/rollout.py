@@ -12,7 +12,8 @@ class Rollout:
     """One attempt at a task by the policy: its tokens, what it earned, and how it ended.
 
     `rewards`: named parts, whose sum is `reward`. `failure`: why it could not be finished, by a fault that it did not
-    cause. `temperature`, `top_p`, `top_k`, `min_p`: of its sampling. `seed`: of its first request; unique in a run.
+    cause. `is_withheld`: its reward counts in its group, and none of its tokens is trained. `temperature`, `top_p`,
+    `top_k`, `min_p`: of its sampling. `seed`: of its first request; unique in a run.
     """
 
     task: Task
@@ -27,6 +28,7 @@ class Rollout:
     min_p: float = 0.0
     num_turns: int = 0
     is_truncated: bool = False
+    is_withheld: bool = False
     failure: FailureKind | None = None
     failure_reason: str = ""
     seconds: float = 0.0

@@ -1,6 +1,6 @@
 """The saved state of a run: one file, replaced atomically. Killed at any moment, the same command goes on from it.
 
-OUT/state.pt      the step, weights, optimizer state, and the positions of ladders
+OUT/state.pt      the step, weights, optimizer state, the positions of ladders, tasks that were asked and not trained
 OUT/metrics.jsonl a line a step; lines of steps that a resumed run repeats are removed
 OUT/policy        the checkpoint of the last state, in the published layout
 OUT/records       rollouts, and earlier states (rl/records/store.py)
@@ -50,8 +50,15 @@ class RunState:
             )
         return state
 
-    def write(self, step: int, ladders: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
+    def write(
+        self,
+        step: int,
+        ladders: Mapping[str, Any],
+        trainer: Mapping[str, Any],
+        asynchronous: Mapping[str, Any] | None = None,
+    ) -> None:
         """Replace the state. TrainingError if it cannot be written; the previous state is then unchanged."""
         state = {"recipe": json.dumps(self._recipe), "step": step, "ladders": dict(ladders), "trainer": dict(trainer)}
+        state["asynchronous"] = asynchronous
         with writing_to(self.file), atomic_write(self.file, "wb") as handle:
             torch.save(state, handle)

@@ -126,6 +126,16 @@ class TaskSource:
         first = REPLACING + step * self.recipe.rollouts.groups
         return self._at(range(first + places.start, first + places.stop))
 
+    def environment_of(self, number: int) -> str:
+        """Whose turn group `number` is."""
+        return self._mixture.draw(number).environment
+
+    def next_of(self, name: str, number: int) -> Draw:
+        """The next task of an environment, for group `number`."""
+        place = self._had[name]
+        self._had[name] += 1
+        return Draw(number, name, *self.sections[name].at(place, self._level(name)))
+
     def held_out(self, count: int) -> list[Draw]:
         """The first held-out tasks, `count` of each environment, at its present level."""
         return [
@@ -181,11 +191,5 @@ class TaskSource:
     def _at(self, numbers: range) -> list[Draw]:
         for number in numbers:
             if number not in self._drawn:
-                self._drawn[number] = self._next(number)
+                self._drawn[number] = self.next_of(self.environment_of(number), number)
         return [self._drawn[number] for number in numbers]
-
-    def _next(self, number: int) -> Draw:
-        name = self._mixture.draw(number).environment
-        place = self._had[name]
-        self._had[name] += 1
-        return Draw(number, name, *self.sections[name].at(place, self._level(name)))

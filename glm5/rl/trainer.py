@@ -113,7 +113,7 @@ class PolicyTrainer:
         metrics: dict[str, float] = {}
         for batches in parts:
             metrics = self.step.run(batches, self.recipe.lr_at(step))
-        if self.recipe.reset_optimizer:
+        if self.recipe.resets_after(step):
             self.step.optimizers.reset()
         return Trained(metrics, repairs, self._scored.take(sequences))
 

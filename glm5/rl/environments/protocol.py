@@ -29,9 +29,10 @@ def with_system(system: str, messages: Sequence[Message]) -> list[Message]:
     return [{"role": "system", "content": system}, *messages] if system else list(messages)
 
 
-FailureKind = Literal["provider", "harness", "tool", "sandbox", "task", "environment"]
-EXCLUDED: tuple[FailureKind, ...] = ("provider", "sandbox", "environment")
-"""Failures that exclude a rollout from its group. The others are the policy's own, or the task's (reward 0)."""
+FailureKind = Literal["provider", "harness", "tool", "sandbox", "task", "environment", "stale"]
+EXCLUDED: tuple[FailureKind, ...] = ("provider", "sandbox", "environment", "stale")
+"""Failures that exclude a rollout from its group; "stale": sampled with weights that are too old for the step. The
+others are the policy's own, or the task's (reward 0)."""
 
 
 class EpisodeFailed(Exception):

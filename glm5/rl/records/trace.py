@@ -142,6 +142,7 @@ class Info(Struct):
     min_p: float
     num_turns: Int
     messages: list[dict[str, Any]]
+    is_withheld: bool = False
 
 
 class Trace(Struct):
@@ -182,6 +183,7 @@ class Trace(Struct):
             {name: math.nan if value is None else value for name, value in self.metrics.items()},
             *(info.temperature, info.top_p, info.top_k, info.min_p, info.num_turns),
             self.is_truncated,
+            info.is_withheld,
             None if failure is None else msgspec.convert(failure.type, FailureKind),
             "" if failure is None else failure.message,
             self.timing.agent.end,
@@ -205,7 +207,9 @@ def trace_of(rollout: Rollout, name: str, group: int, number: int, columns: Sequ
         nodes=nodes,
         rewards={part: Reward(score) for part, score in rollout.rewards.items()},
         metrics=dict(rollout.metrics),
-        info=Info(group, number, rollout.seed, *sampling, rollout.num_turns, _plain(rollout.messages)),
+        info=Info(
+            group, number, rollout.seed, *sampling, rollout.num_turns, _plain(rollout.messages), rollout.is_withheld
+        ),
         stop_condition="failed" if failed else "truncated" if rollout.is_truncated else "done",
         ok=not failed,
         is_truncated=rollout.is_truncated,

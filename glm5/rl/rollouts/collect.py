@@ -37,7 +37,7 @@ async def collect(
 
     async def one(draw: Draw) -> list[Group]:
         async with at_once:
-            groups = await _play(harness, draw, group_size, run_seed)
+            groups = await play_group(harness, draw, group_size, run_seed)
         for group in groups:
             on_group(group)
         return groups
@@ -55,9 +55,17 @@ def cause_of(error: Exception) -> Exception:
     return cause_of(found.exceptions[0])
 
 
-async def _play(harness: Harness, draw: Draw, group_size: int, run_seed: int) -> list[Group]:
+async def play_group(
+    harness: Harness,
+    draw: Draw,
+    group_size: int,
+    run_seed: int,
+    on_episode: Callable[[int], None] = lambda _: None,
+) -> list[Group]:
+    """The group of a draw; in self-play one for each seat. `on_episode` is called with the number of each episode as it
+    ends. Raises EngineDead or TrainingError, alone or in groups."""
     task = await _task(harness, draw)
-    episodes = await harness.play(task, seed_of(run_seed, draw.number), group_size)
+    episodes = await harness.play(task, seed_of(run_seed, draw.number), group_size, on_episode)
     seats = max(len(episode) for episode in episodes)
     groups = [
         Group(draw.number, task, [episode[seat] for episode in episodes if seat < len(episode)])

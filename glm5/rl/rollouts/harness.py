@@ -9,7 +9,7 @@ request: the prompt is computed once.
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
@@ -48,11 +48,14 @@ class Harness:
     def __init__(self, policy: Policy, workers: EnvironmentWorkers, chat: TokenChat) -> None:
         self.policy, self.workers, self.chat = policy, workers, chat
 
-    async def play(self, task: Task, seed: int, count: int) -> list[list[Rollout]]:
-        """`count` episodes of a task; of each the rollouts of its players, most often one. Raises EngineDead."""
+    async def play(
+        self, task: Task, seed: int, count: int, on_episode: Callable[[int], None] = lambda _: None
+    ) -> list[list[Rollout]]:
+        """`count` episodes of a task; of each the rollouts of its players, most often one. `on_episode` is called with
+        the number of each as it ends. Raises EngineDead."""
         begun = await self.workers.reset_all(task, count)
         episodes = [one for one in begun if not isinstance(one, EpisodeFailed)]
-        players = [_Player(self, task, seed, number, one) for number, one in enumerate(begun)]
+        players = [_Player(self, task, seed, number, one, on_episode) for number, one in enumerate(begun)]
         try:
             if len(episodes) == count > 1 and all(one.messages == episodes[0].messages for one in episodes):
                 await self._play_together(players, seed)
@@ -74,9 +77,16 @@ class _Player:
     """One episode of a group."""
 
     def __init__(
-        self, harness: Harness, task: Task, seed: int, number: int, episode: RemoteEpisode | EpisodeFailed
+        self,
+        harness: Harness,
+        task: Task,
+        seed: int,
+        number: int,
+        episode: RemoteEpisode | EpisodeFailed,
+        on_ended: Callable[[int], None],
     ) -> None:
         self.harness, self.task, self.seed, self.number, self.episode = harness, task, seed, number, episode
+        self._on_ended = on_ended
         self.seats: dict[int, _Seat] = {}
         self._began = time.monotonic()
 
@@ -94,6 +104,7 @@ class _Player:
         """Play to the end. `first`: the first reply, if it has been sampled already, with its seed."""
         if isinstance(self.episode, EpisodeFailed):
             self._fail(self.episode.kind, self.episode.reason)
+            self._on_ended(self.number)
             return
         try:
             if first is None:
@@ -109,6 +120,7 @@ class _Player:
             self._fail("harness", str(error))
         for seat in self.seats.values():
             seat.rollout.seconds = time.monotonic() - self._began
+        self._on_ended(self.number)
 
     async def _play(self, episode: RemoteEpisode, sampled: Sampled | None) -> None:
         turn, seat_number, num_turns = Turn(), 0, 0

@@ -79,6 +79,8 @@ def sequences_of_step(groups: Sequence[RepairedGroup], preset: Preset) -> list[T
     advantages = preset.advantages(rewards, torch.tensor(numbers, dtype=torch.int64)).tolist()
     found: list[TrainingSequence] = []
     for one, advantage, number in zip(rollouts, advantages, copies, strict=True):
+        if one.is_withheld:
+            continue
         found += sequences_of(one, advantage, number, preset.reduction)
     return found
 

@@ -160,7 +160,7 @@ def test_figures_of_a_step(run):
     _, done = run
     groups, trained, _ = done[0]
     times = {"rollout": 2.0, "train": 1.0}
-    found = figures_of(1, groups, trained, times)
+    found = figures_of(0, groups, trained, times)
     ratio = np.exp(trained.scores.of_trained("trainer_logprobs") - trained.scores.of_trained("logprobs"))
     masked = trained.scores.of_trained("masked") > 0
     assert found["is/ratio_min"] == ratio.min()

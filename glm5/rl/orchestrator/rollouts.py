@@ -1,0 +1,152 @@
+"""Asynchronous rollouts with an engine and environments: groups are played as tasks of asyncio, all the time."""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import astuple
+from typing import Any
+
+from glm5.common.errors import TrainingError
+from glm5.config.rl import RLRecipe
+from glm5.rl.build import num_rollouts
+from glm5.rl.orchestrator.dispatcher import Dispatcher, Limits, Service, Start
+from glm5.rl.orchestrator.sink import Drops, Sink
+from glm5.rl.rollout import Group
+from glm5.rl.rollouts.collect import Draw, play_group
+from glm5.rl.rollouts.harness import Harness
+from glm5.rl.tasks import TaskSource
+
+MOST_DROPPED = 8
+"""Batches' worth of groups of one environment that may be dropped in a row."""
+
+
+class AsyncRollouts:
+    """Plays groups until `cancel`, and hands out batches. `step`: the number of steps that are trained.
+
+    `harness` may be replaced after `cancel`, when its engine has ended: the tasks that were under way are asked again.
+    """
+
+    def __init__(self, recipe: RLRecipe, tasks: TaskSource, step: int) -> None:
+        cfg, rollouts = recipe.asynchronous, recipe.rollouts
+        assert cfg is not None
+        self.limits = Limits(rollouts.groups, rollouts.group_size, cfg.max_staleness, cfg.push_every)
+        services = {one.name: Service(one.name) for one in recipe.environment}
+        self.dispatcher = Dispatcher(self.limits, tasks.environment_of, services, num_rollouts(recipe), step)
+        self.sink = Sink(cfg.max_staleness, cfg.stale)
+        self.harness: Harness | None = None
+        self._tasks, self._seed = tasks, recipe.seed
+        self._again: dict[str, deque[Draw]] = {name: deque() for name in services}
+        self._draws: dict[int, Draw] = {}  # of groups that are under way or in the sink
+        self._playing: dict[int, asyncio.Task[None]] = {}
+        self._dropped = dict.fromkeys(services, 0)  # in a row
+        self._error: Exception | None = None
+        self._changed = asyncio.Event()
+
+    async def batch(self, step: int) -> list[Group]:
+        """The groups of a step, once they have ended. Raises EngineDead and TrainingError."""
+        quota, version = self.dispatcher.quota(step), self.limits.version_at(step)
+        while True:
+            self._raise()
+            self._sweep(version)
+            if (taken := self.sink.take(quota)) is not None:
+                for ended in taken:
+                    self._dropped[ended.start.service] = 0
+                    del self._draws[ended.start.number]
+                return [group for ended in taken for group in ended.groups]
+            self.fill()
+            self._changed.clear()
+            await self._changed.wait()
+
+    def fill(self) -> None:
+        """Start what may start."""
+        if self._error is not None:
+            return
+        while (start := self.dispatcher.next()) is not None:
+            again = self._again[start.service]
+            draw = again.popleft() if again else self._tasks.next_of(start.service, start.number)
+            self._draws[start.number] = draw
+            self._playing[start.number] = asyncio.create_task(self._play(start, draw))
+
+    def pushed(self, version: int) -> None:
+        """The engine has weights of `version`."""
+        self.dispatcher.pushed(version)
+        self.fill()
+
+    async def cancel(self) -> None:
+        """Cancel what is under way; the same tasks are asked again first."""
+        playing = list(self._playing.values())
+        for task in playing:
+            task.cancel()
+        for task in playing:
+            with suppress(asyncio.CancelledError):
+                await task
+        self._error = None
+
+    def figures(self) -> dict[str, float]:
+        """Of the present moment, and what was dropped since they were last asked for."""
+        drops, self.sink.drops = self.sink.drops, Drops()
+        found = {
+            "dispatcher/in_flight": self.dispatcher.in_flight,
+            "dispatcher/held": len(self.sink.held),
+            "staleness/dropped": drops.rollouts,
+            "staleness/dropped_groups": drops.groups,
+        }
+        found |= {f"staleness/dropped_below_{length}_tokens": count for length, count in sorted(drops.lengths.items())}
+        return {name: float(value) for name, value in found.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on needs: the next group's number, and tasks that were asked and not trained."""
+        pending = [*self._draws.values(), *(draw for draws in self._again.values() for draw in draws)]
+        return {"next_number": self.dispatcher.next_number, "pending": [astuple(draw) for draw in pending]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.dispatcher.next_number = state["next_number"]
+        for draw in (Draw(*one) for one in state["pending"]):
+            self._again[draw.environment].append(draw)
+
+    async def _play(self, start: Start, draw: Draw) -> None:
+        assert self.harness is not None
+        try:
+            groups = await play_group(
+                self.harness,
+                draw,
+                self.limits.group_size,
+                self._seed,
+                on_episode=lambda episode: self._episode_ended(start.number, episode),
+            )
+        except BaseException as error:
+            self.dispatcher.cancel(start.number)
+            self._again[start.service].appendleft(self._draws.pop(start.number))
+            if not isinstance(error, Exception):
+                raise
+            self._error = self._error or error
+        else:
+            self.sink.add(self.dispatcher.end(start.number), groups)
+        finally:
+            del self._playing[start.number]
+            self._changed.set()
+        self.fill()
+
+    def _episode_ended(self, number: int, episode: int) -> None:
+        self.dispatcher.episode_ended(number, episode)
+        self.fill()
+
+    def _sweep(self, version: int) -> None:
+        for ended in self.sink.sweep(version):
+            service = ended.start.service
+            self.dispatcher.reopen(ended.start)
+            del self._draws[ended.start.number]
+            self._dropped[service] += 1
+            if self._dropped[service] > MOST_DROPPED * self.limits.groups:
+                reasons = [one.failure_reason for group in ended.groups for one in group.rollouts if one.failure]
+                raise TrainingError(
+                    f"environment {service}: {self._dropped[service]} groups in a row could not be trained; the last "
+                    f"one: {reasons[0] if reasons else 'no token was sampled'}. Where they are stale, raise "
+                    "asynchronous.max_staleness or asynchronous.push_every, or lower rollouts.concurrency"
+                )
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error

@@ -1,0 +1,332 @@
+"""Random schedules of asynchronous rollouts on a clock that is only counted: episodes that take long, fail or are
+cancelled, pushes that take time, engines that die, environments whose number of rollouts changes, an end at any moment.
+
+The dispatcher and the sink are the real ones. What happened is checked from outside, by a ledger of its own.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from random import Random
+from types import ModuleType
+from typing import Any
+
+from glm5.common.errors import TrainingError
+from glm5.rl.environments.mixture import Mixture
+from glm5.rl.environments.protocol import EXCLUDED, Task
+from glm5.rl.orchestrator import dispatcher, sink
+from glm5.rl.orchestrator.dispatcher import Start
+from glm5.rl.orchestrator.sink import Ended
+from glm5.rl.rollout import Group, Rollout
+from glm5.rl.segments import Segment
+from glm5.rl.training.repair import repair
+
+
+@dataclass
+class Plan:
+    """A schedule, drawn from a seed."""
+
+    seed: int
+    random: Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        draw = self.random = Random(self.seed)
+        # groups, group_size, max_staleness, push_every
+        self.limits = (draw.randint(1, 6), draw.choice([1, 2, 4, 5]), draw.choice([0, 0, 1, 2, 4]), draw.randint(1, 3))
+        self.weights = {f"e{number}": draw.choice([1.0, 2.0, 3.0, 7.0]) for number in range(draw.randint(1, 4))}
+        self.first_step = draw.choice([0, 0, 5])  # 5: a run that goes on
+        self.steps = self.first_step + draw.randint(3, 12)
+        self.stale = draw.choice(["drop", "withhold"])
+        self.concurrency = draw.choice([1, 8, 30, 1000])
+        self.long = draw.choice([0.0, 0.1, 0.5])  # share of episodes that take many times as long
+        self.failing = draw.choice([0.0, 0.1, 0.4])
+        self.dying = draw.choice([0.0, 0.0, 0.05])  # chance, at each step, that the engine dies
+        self.full = {name: draw.choice([None, None, 1, 3]) for name in self.weights}
+        self.stops_at = draw.choice([None, None, draw.uniform(0, 30)])
+
+
+@dataclass
+class _Episode:
+    start: Start
+    number: int
+    oldest: int | None = None
+    failure: Any = None
+
+
+class Simulation:
+    """Runs a plan to its end. AssertionError where a rule is broken."""
+
+    def __init__(self, plan: Plan, dispatching: ModuleType = dispatcher, sinking: ModuleType = sink) -> None:
+        self.plan, self.random, self.limits = plan, plan.random, dispatching.Limits(*plan.limits)
+        self.mixture = Mixture(plan.weights)
+        self.services = {name: dispatching.Service(name, plan.full[name]) for name in plan.weights}
+        self.dispatcher = dispatching.Dispatcher(
+            self.limits, self._service_of, self.services, plan.concurrency, plan.first_step
+        )
+        self.sink = sinking.Sink(self.limits.max_staleness, plan.stale)
+        self.now, self._order = 0.0, 0
+        self.step, self.is_training = plan.first_step, False
+        self.version = self._version_at(plan.first_step)
+        assert self.dispatcher.version == self.version
+        self._events: list[tuple[float, int, str, Any]] = []
+        self._playing: dict[int, dict[int, _Episode]] = {}
+        self._ended: dict[int, list[Rollout | None]] = {}
+        # The ledger: what became of every episode that was started, by group and number.
+        self.outcome: dict[tuple[int, int], str] = {}
+        self.trained: Counter[str] = Counter()
+        self.started: Counter[str] = Counter()
+        self.cancelled: Counter[str] = Counter()
+        self.num_permits = 0
+        self.stale, self.excluded, self.kept_alive = set[int](), set[int](), list[Rollout]()  # rollouts by id
+        self.open = set(range(plan.first_step * self.limits.groups, self._num_admitted()))  # places that none covers
+
+    def _version_at(self, step: int) -> int:
+        """Pushes before a step, written down once more."""
+        return sum(1 for done in range(1, step + 1) if done % self.limits.push_every == 0)
+
+    def _num_admitted(self) -> int:
+        """Groups of all steps that start with weights at most `max_staleness` newer than the engine's."""
+        step = self.plan.first_step
+        while self._version_at(step) <= self.version + self.limits.max_staleness:
+            step += 1
+        return step * self.limits.groups
+
+    def _service_of(self, place: int) -> str:
+        return self.mixture.draw(place).environment
+
+    def run(self) -> None:
+        self._fill()
+        num_events = 0
+        while self.step < self.plan.steps:
+            if self.plan.stops_at is not None and self.now > self.plan.stops_at:
+                break
+            if not self.is_training:
+                self._try_batch()
+            assert self._events, f"nothing goes on at step {self.step} of {self.plan.steps}: deadlock"
+            self.now, _, kind, what = heappop(self._events)
+            getattr(self, f"_{kind}")(what)
+            self._check()
+            num_events += 1
+            assert num_events < 200_000, "no end"
+        self._drain()
+
+    def _later(self, seconds: float, kind: str, what: Any = None) -> None:
+        self._order += 1
+        heappush(self._events, (self.now + seconds, self._order, kind, what))
+
+    def _fill(self) -> None:
+        while (start := self.dispatcher.next()) is not None:
+            assert start.version == self.version
+            assert start.number not in self._playing
+            free = [place for place in self.open if not self._is_full(self._service_of(place))]
+            assert start.place == min(free)
+            assert start.service == self._service_of(start.place)
+            self.open.remove(start.place)
+            self.started[start.service] += 1
+            playing = self._playing[start.number] = {}
+            self._ended[start.number] = [None] * self.limits.group_size
+            for number in range(self.limits.group_size):
+                assert (start.number, number) not in self.outcome
+                self.outcome[start.number, number] = "running"
+                self.num_permits += 1
+                playing[number] = _Episode(start, number)
+                self._later(self.random.expovariate(4.0), "first_token", (start.number, number))
+
+    def _is_full(self, name: str) -> bool:
+        playing = [one for one in self._playing.values() if next(iter(one.values())).start.service == name]
+        most = self.services[name].concurrency
+        return most is not None and len(playing) >= most
+
+    def _first_token(self, what: tuple[int, int]) -> None:
+        group, number = what
+        if (episode := self._playing.get(group, {}).get(number)) is None:
+            return
+        episode.oldest = self.version
+        seconds = self.random.lognormvariate(0, 1.0) * (20 if self.random.random() < self.plan.long else 1)
+        if self.random.random() < self.plan.failing:
+            episode.failure = self.random.choice(["environment", "sandbox", "provider", "tool"])
+        self._later(seconds, "episode", what)
+
+    def _episode(self, what: tuple[int, int]) -> None:
+        group, number = what
+        episode = self._playing.get(group, {}).pop(number, None)
+        if episode is None:
+            return
+        self.outcome[what] = "ended"
+        self.num_permits -= 1
+        self._ended[group][number] = self._rollout(episode)
+        self.dispatcher.episode_ended(group, number)
+        if self.random.random() < 0.1:
+            self.dispatcher.episode_ended(group, number)  # told again
+        if not self._playing[group]:
+            del self._playing[group]
+            rollouts = [one for one in self._ended.pop(group) if one is not None]
+            task = Task(episode.start.service, group, 0, (), {})
+            self.sink.add(self.dispatcher.end(group), [Group(group, task, rollouts)])
+            if self.random.random() < 0.1:
+                _must_raise(AssertionError, self.dispatcher.end, group)
+        self._fill()
+
+    def _rollout(self, episode: _Episode) -> Rollout:
+        rollout = Rollout(Task(episode.start.service, 0, 0, (), {}), episode.start.number)
+        rollout.tree.add(Segment([1]))
+        if episode.oldest is not None and self.random.random() > 0.02:  # a few have no token
+            count = self.random.randint(1, 9)
+            versions = sorted(self.random.randint(episode.oldest, self.version) for _ in range(count))
+            versions[0] = episode.oldest
+            rollout.tree.add(Segment([2] * count, 0, True, [-1.0] * count, versions))
+        rollout.failure = episode.failure
+        if rollout.failure in EXCLUDED:
+            self.excluded.add(id(rollout))
+            self.kept_alive.append(rollout)
+        return rollout
+
+    def _try_batch(self) -> None:
+        version = self._version_at(self.step)
+        dropped, stale = self.sink.sweep(version), list[Rollout]()
+        for ended in dropped:
+            self._account(ended, "dropped")
+            assert not self._is_usable(ended, version), "a group was dropped that could be trained"
+            self.dispatcher.reopen(ended.start)
+            self.open.add(ended.start.place)
+        for ended in [*dropped, *self.sink.held]:
+            (group,) = ended.groups
+            for rollout in group.rollouts:
+                oldest = rollout.tree.oldest_version
+                is_old = oldest is not None and version - oldest > self.limits.max_staleness
+                marked = rollout.is_withheld, rollout.failure == "stale"
+                if id(rollout) in self.excluded or not is_old:
+                    assert marked == (False, False)
+                    continue
+                assert marked == (self.plan.stale == "withhold", self.plan.stale == "drop")
+                if id(rollout) not in self.stale:
+                    self.stale.add(id(rollout))
+                    self.kept_alive.append(rollout)
+                    stale.append(rollout)
+        drops, self.sink.drops = self.sink.drops, type(self.sink.drops)()
+        assert (drops.groups, drops.rollouts) == (len(dropped), len(stale))
+        assert drops.lengths == Counter(map(_below, stale))
+        quota = self.dispatcher.quota(self.step)
+        taken = self.sink.take(quota)
+        if taken is None:
+            self._fill()
+            return
+        places = range(self.step * self.limits.groups, (self.step + 1) * self.limits.groups)
+        assert Counter(one.start.service for one in taken) == Counter(map(self._service_of, places))
+        assert [one.start.number for one in taken] == sorted(one.start.number for one in taken)
+        for ended in taken:
+            self._account(ended, "trained")
+            self._check_trained(ended, version)
+            self.trained[ended.start.service] += 1
+        self.is_training = True
+        self._later(self.random.lognormvariate(0, 0.5), "updated")
+
+    def _is_usable(self, ended: Ended, version: int) -> bool:
+        """By the rules as the report has them, written down once more."""
+        (group,) = ended.groups
+        fit = [
+            one
+            for one in group.rollouts
+            if one.tree.num_sampled and one.failure in (None, "tool") and one.tree.oldest_version is not None
+        ]
+        fresh = [one for one in fit if version - (one.tree.oldest_version or 0) <= self.limits.max_staleness]
+        if self.plan.stale == "withhold":
+            return 2 * len(fit) > len(group.rollouts) and bool(fresh)
+        return 2 * len(fresh) > len(group.rollouts)
+
+    def _check_trained(self, ended: Ended, version: int) -> None:
+        (group,) = ended.groups
+        kept, _ = repair([group])
+        assert kept, "a group was trained that repair drops"
+        assert sum(kept[0].copies) == len(group.rollouts)
+        rollouts = [one for one in kept[0].rollouts if not one.is_withheld]
+        assert rollouts
+        for one in rollouts:
+            oldest = one.tree.oldest_version
+            assert oldest is not None
+            assert one.failure not in EXCLUDED
+            assert version - oldest <= self.limits.max_staleness, "stale"
+
+    def _account(self, ended: Ended, outcome: str) -> None:
+        for number in range(self.limits.group_size):
+            place = (ended.start.number, number)
+            assert self.outcome[place] == "ended", f"{place} was {self.outcome[place]} before"
+            self.outcome[place] = outcome
+
+    def _updated(self, _: None) -> None:
+        self.is_training = False
+        self.step += 1
+        if self.random.random() < self.plan.dying:
+            self._die()
+        if self.random.random() < 0.1:
+            name = self.random.choice(list(self.services))
+            self.services[name].concurrency = self.random.choice([None, 1, 2])
+        if self._version_at(self.step) > self.version:
+            self.is_training = True  # the trainer waits for the push
+            self._later(self.random.expovariate(5.0), "pushed")
+        self._fill()
+
+    def _pushed(self, _: None) -> None:
+        self.is_training = False
+        before, self.version = self._num_admitted(), self._version_at(self.step)
+        self.open |= set(range(before, self._num_admitted()))
+        self.dispatcher.pushed(self.version)
+        if self.random.random() < 0.2:
+            self.dispatcher.pushed(self.version)  # an engine that was started again
+            _must_raise(TrainingError, self.dispatcher.pushed, self.version - 1)
+        self._fill()
+
+    def _die(self) -> None:
+        """The engine has ended: all that is under way is cancelled."""
+        for number in list(self._playing):
+            self._cancel(number)
+
+    def _cancel(self, number: int) -> None:
+        playing = self._playing.pop(number)
+        self.num_permits -= len(playing)
+        for episode in range(self.limits.group_size):
+            assert self.outcome[number, episode] in ("running", "ended")
+            self.outcome[number, episode] = "cancelled"
+        self._ended.pop(number)
+        start = self.dispatcher.cancel(number)
+        self.open.add(start.place)
+        self.cancelled[start.service] += 1
+
+    def _drain(self) -> None:
+        self.dispatcher.is_draining = True
+        self._die()
+        assert self.dispatcher.next() is None
+        self._check()
+        assert self.dispatcher.in_flight == 0
+        assert not self.dispatcher.running
+        for ended in self.sink.held:
+            self._account(ended, "held")
+        assert not {"running", "ended"} & set(self.outcome.values()), "an episode was lost"
+        for one in self.services.values():
+            assert (one.started, one.cancelled) == (self.started[one.name], self.cancelled[one.name])
+            assert one.ended == one.started - one.cancelled
+            assert one.running == 0
+
+    def _check(self) -> None:
+        assert self.dispatcher.in_flight == self.num_permits
+        assert self.num_permits <= max(self.plan.concurrency, self.limits.group_size)
+        assert not self.is_training or self.dispatcher.version == self.version
+        covered = Counter(one.service for one in self.dispatcher.running)
+        assert covered == Counter({name: one.running for name, one in self.services.items() if one.running})
+        covered += Counter(ended.start.service for ended in self.sink.held)
+        num_trained = self.plan.first_step * self.limits.groups + self.trained.total()
+        assert num_trained + covered.total() + len(self.open) == self._num_admitted()
+
+
+def _must_raise(kind: type[Exception], call: Callable[[int], object], argument: int) -> None:
+    try:
+        call(argument)
+    except kind:
+        return
+    raise AssertionError(f"{call} of {argument} was taken")
+
+
+def _below(rollout: Rollout) -> int:
+    """The power of two that its number of sampled tokens is below."""
+    return next(1 << bits for bits in range(64) if rollout.tree.num_sampled < 1 << bits)
