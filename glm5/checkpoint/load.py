@@ -243,8 +243,8 @@ def read_weights(
     quiet: bool = False,
     on_share: Callable[[float], None] = lambda _share: None,
 ) -> int:
-    """Read the weights called `names` on disk into `parameters`, in the order of the files of a directory. `source` may
-    also be the bytes of one file in memory, on any device.
+    """Read the weights called `names` on disk into `parameters`, in the order of the files. `source`: their directory,
+    or the bytes of one file in memory, on any device.
 
     `scaled`: weights stored as FP8 with block scales; `kept`: those of them that stay FP8, the others are dequantized.
     `stored`: weights in other quantized formats. `masters`: floats of weights that `parameters` hold quantized. With a
@@ -297,13 +297,10 @@ def read_weights(
             _read_or_cast_into(source, entry, target[rows], first_row, staging)
 
     work = [piece for entry in entries for piece in _pieces(entry, spans[entry.name], num_bytes[entry.name], unsplit)]
-    title = f"loading {source.name if isinstance(source, Path) else index.source}"
-    total, num_read = sum(num_bytes.values()), 0
-    # What is on the GPU already leaves nothing to wait for.
-    num_threads = 1 if isinstance(source, Tensor) and source.is_cuda else num_readers(device)
+    title, total, num_read = f"loading {Path(index.source).name}", sum(num_bytes.values()), 0
     shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 and not quiet else nullcontext()
     try:
-        with ThreadPoolExecutor(num_threads) as readers, shown as progress:
+        with ThreadPoolExecutor(_num_threads(source, device)) as readers, shown as progress:
             for piece, _ in zip(work, readers.map(read, work), strict=True):  # an error cancels the rest
                 num_read += piece.num_bytes
                 on_share(num_read / total)
@@ -312,6 +309,11 @@ def read_weights(
     finally:  # also after an error: pending copies would write into memory that may have been reused
         staging_pool.finish()
     return total
+
+
+def _num_threads(source: Path | Tensor, device: torch.device) -> int:
+    """What is on the GPU already leaves nothing to wait for."""
+    return 1 if isinstance(source, Tensor) and source.is_cuda else num_readers(device)
 
 
 def _spans(

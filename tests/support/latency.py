@@ -20,8 +20,8 @@ from glm5.rl.watch import read_lines
 
 MEDIAN_S, SIGMA, LONGEST_S = 1.0, 1.2, 60.0
 WAYS = {
-    "take turns": (),
-    "one step ahead": ("asynchronous.max_staleness=1", "algorithm.name=dis"),
+    "turns": ("algorithm.name=dis",),
+    "overlap": ("asynchronous.max_staleness=1", "algorithm.name=dis"),
     "asynchronous": ("asynchronous.max_staleness=4", "algorithm.name=dis"),
 }
 

@@ -6,8 +6,10 @@ A comparison is turned or shifted by one, a condition negated, `and` becomes `or
 
 import ast
 import copy
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -94,3 +96,19 @@ def _without(place: int):
         one.body[place] = ast.Pass()
 
     return change
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """TimeoutError in the block where it takes longer: some variants have no end."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

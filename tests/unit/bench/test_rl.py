@@ -103,7 +103,7 @@ def test_settings_of_trl_are_those_of_the_recipe():
     found = settings(recipe, {"backend": "generate, static cache", "micro_batch": 64})
     assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 16 * 16
     assert (found["num_generations"], found["seed"], found["learning_rate"]) == (16, 5, 0.01)
-    assert (found["adam_beta1"], found["adam_beta2"], found["max_completion_length"]) == (0.9, 0.95, 8)
+    assert (found["adam_beta1"], found["adam_beta2"], found["max_completion_length"]) == (0.5, 0.95, 8)
     assert found["cache_implementation"] == "static"
 
 

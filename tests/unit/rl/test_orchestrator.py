@@ -6,8 +6,7 @@ import pytest
 
 from glm5.rl.orchestrator import dispatcher, sink
 from glm5.rl.orchestrator.concurrency import AdaptiveConcurrency
-from tests.support.limits import at_most
-from tests.support.mutants import mutants
+from tests.support.mutants import at_most, mutants
 from tests.support.rollout_schedules import Plan, Simulation
 
 NUM_SCHEDULES = 100
