@@ -264,12 +264,8 @@ def read_weights(
         entry.name: _num_bytes(entry, spans[entry.name], shard.size if entry.name in quantized else None)
         for entry in entries
     }
-    unsplit = (
-        quantized.keys()
-        | dequantized
-        | masters.keys()
-        | {entry.name for entry in entries if entry.name.endswith(CHAINED)}
-    )
+    chained = {entry.name for entry in entries if entry.name.endswith(CHAINED)}
+    unsplit = quantized.keys() | dequantized | masters.keys() | chained
     device = next(iter(parameters.values())).device
     staging_pool = StagingPool(device)
 
