@@ -74,6 +74,11 @@ class Operations(Command):
     addresses without API keys, all with keys."""
     max_queue: Annotated[int, Field(ge=0, lt=MANY)] = 1024
     """Answers that may wait besides the max_num_seqs that are computed; further requests are refused with 429."""
+    max_sessions: Annotated[int, Field(ge=0, lt=MANY)] = 0
+    """Sessions of agents that are kept at a time: what they were asked and what was sampled, token by token, for
+    training. 0: none is kept."""
+    max_session_tokens: Count = 2**22
+    """Tokens of a session, with all of its branches."""
     max_body_bytes: Annotated[int, Field(ge=1, lt=2**60)] = 32 * 2**20
     """Largest body of a request; a million tokens of text is about 5 MB."""
     max_prompt_tokens: Count | None = None

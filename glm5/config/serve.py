@@ -4,9 +4,9 @@ A flag without effect is marked NoEffect and logged at start. A value that no mo
 anything is downloaded.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from glm5.config.command import Count, ModelSource, NoEffect
 from glm5.config.engine import MaxInterTokenMs
@@ -50,3 +50,9 @@ class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
         Literal["auto", "string", "openai"], NoEffect("the templates take text and lists of parts alike")
     ] = "auto"
     """Shape of message content that the template expects."""
+
+    @model_validator(mode="after")
+    def _sessions_of_one_process(self) -> Self:
+        if self.max_sessions and self.api_server_count > 1:
+            raise ValueError("max_sessions: sessions are kept by one process; set api_server_count = 1")
+        return self

@@ -35,9 +35,11 @@ from glm5.serve.operations.health import Probe
 from glm5.serve.operations.health import router as health
 from glm5.serve.operations.metrics import router as metrics_page
 from glm5.serve.operations.models import router as models
+from glm5.serve.operations.sessions import router as sessions
 from glm5.serve.page.pages import router as pages
 from glm5.serve.responses.route import router as responses
 from glm5.serve.service.service import Engine, Service
+from glm5.serve.service.sessions import Sessions
 from glm5.serve.service.shared import OneProcess, Shared
 from glm5.serve.service.state import ServerState
 from glm5.serve.service.weight_names import WeightNames
@@ -92,12 +94,13 @@ def create_app(
         sampling_masks=config.return_sampling_mask,
         created=int(time.time()) if created is None else created,
         shared=shared,
+        sessions=Sessions(template, config.max_sessions, config.max_session_tokens) if config.max_sessions else None,
         weight_names=weight_names or WeightNames(),
     )
     app.state.service, app.state.probe = service, Probe()
     apis = (chat, completions, responses, anthropic, sglang, sglang_info, loads, vllm_info, tokens)
     apis = (*apis, generate, chat_render, completions_render)
-    routers = (*apis, models, health, metrics_page, admin, pages)
+    routers = (*apis, models, sessions, health, metrics_page, admin, pages)
     for router in routers:
         app.include_router(router)
     documents.install(app)

@@ -1,14 +1,13 @@
 """Messages to tokens and back. A conversation only ever grows: tokens that were sampled are never tokenized again.
 
-The chat template renders the first prompt. Of later turns only what is new is rendered and tokenized: the text that the
-template puts after an assistant's message for the environment's messages and the next generation prompt. GLM's models
-end a turn with the token that begins the next one (<|user|>, <|observation|>), so where that was sampled it is not
-repeated.
+The chat template renders the first prompt. Of later turns only what is new is rendered and tokenized
+(chat/continuation.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from glm5.chat.continuation import Continuations, joined
 from glm5.chat.parser import Functions, parse_ids
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import ConfigError, RequestError
@@ -17,7 +16,6 @@ from glm5.train.data.chat import examples_of
 
 _MOST_KEPT = 4096  # prompts, continuations and replies whose conversion is remembered: groups share prompts
 _LONGEST_KEPT = 64  # tokens of such a reply
-_A_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 
 Tools = Sequence[Mapping[str, Any]]
 Key = TypeVar("Key")
@@ -33,11 +31,10 @@ class TokenChat:
         self.template, self.tokenizer, self.enable_thinking = template, template.tokenizer, enable_thinking
         self._options = {"enable_thinking": enable_thinking, "clear_thinking": False}
         self._prompts: dict[str, list[int]] = {}
-        self._continuations: dict[str, list[int]] = {}
+        self._known: dict[str, list[int]] = {}
         self._replies: dict[tuple[int, ...], Reply] = {}
         self._functions: dict[str, Functions] = {}
-        self._guard = template.guard()  # of what is rendered after `_starts`
-        self._starts: dict[tuple[int, bool], str] = {}
+        self._continuations = Continuations(template, self._options)
         try:
             self._end = self.continuation([{"role": "user", "content": "a"}], (), -1)[0]
         except RequestError as error:
@@ -54,10 +51,10 @@ class TokenChat:
     def continuation(self, messages: Sequence[Message], tools: Tools, last_token: int) -> list[int]:
         """Token ids that follow a sampled reply: messages of the environment, and the next generation prompt. Of tools
         it counts only that there are some: a template describes them at the beginning."""
-        shown = [_A_TOOL] if tools else []
-        key = _key(messages, shown)
-        ids = _remembered(self._continuations, key, lambda: self._render_continuation(messages, shown))
-        return ids[1:] if ids and ids[0] == last_token else ids
+        has_tools = bool(tools)
+        key = f"{has_tools}{_key(messages, ())}"
+        ids = _remembered(self._known, key, lambda: self._continuations.after(messages, has_tools=has_tools))
+        return joined(ids, last_token)
 
     def conversation(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[list[int], list[bool]]:
         """Token ids of a whole conversation as a rollout would have them, and for each whether a reply has it: for
@@ -93,30 +90,6 @@ class TokenChat:
             for call in parsed.tool_calls
         ]
         return Reply(parsed.content or "", parsed.reasoning or "", calls, is_truncated)
-
-    def _render_continuation(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """The template's text for `messages` after any assistant's message: rendered after a short one."""
-        calls = [
-            {"id": one["tool_call_id"], "type": "function", "function": {"name": "f", "arguments": "{}"}}
-            for one in messages
-            if one["role"] == "tool"
-        ]
-        before: list[dict[str, Any]] = [
-            {"role": "user", "content": "a"},
-            {"role": "assistant", "content": "b"} | ({"tool_calls": calls} if calls else {}),
-        ]
-        guard, shown, render = self._guard, list(tools) or None, self.template.render_marked
-        whole = render(guard, [*before, *map(dict, messages)], shown, **self._options)
-        start = self._starts.get((len(calls), bool(tools)))
-        if start is None or not whole.startswith(start):  # not known, or it has the ids of calls
-            start = render(guard, before, shown, add_generation_prompt=False, **self._options)
-            self._starts[len(calls), bool(tools)] = start
-        if not whole.startswith(start):
-            raise ConfigError(
-                f"chat template {self.template.name}: a later turn changes what stands before it, so that sampled "
-                "tokens could not be kept; allowed: a template that only appends, such as glm-5.2 or glm-5.3"
-            )
-        return guard.encode(whole[len(start) :])
 
 
 def _key(messages: Sequence[Message], tools: Tools) -> str:

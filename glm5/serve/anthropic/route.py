@@ -55,7 +55,7 @@ async def count_tokens(
     body: CountBody = Depends(body_of(CountBody)), service: Service = Depends(get_service)
 ) -> dict[str, int]:
     """The number of tokens in a conversation's prompt."""
-    return {"input_tokens": len((await asyncio.to_thread(_prompt, body, service)).ids)}
+    return {"input_tokens": len((await asyncio.to_thread(partial(_prompt, is_asked=False), body, service)).ids)}
 
 
 def failed(error: ApiError) -> str:
@@ -83,10 +83,19 @@ def _prepare(body: MessagesBody, service: Service) -> Job:
             skip_special_tokens=False,
         )
     name = f"msg_{uuid.uuid4().hex}"
-    return Job(name, prompt.ids, params, prompt.options(), prompt.reader, names, streams=body.stream)
+    return Job(
+        name,
+        prompt.ids,
+        params,
+        prompt.options(),
+        prompt.reader,
+        names,
+        streams=body.stream,
+        recording=prompt.recording,
+    )
 
 
-def _prompt(body: PromptFields, service: Service) -> Prompt:
+def _prompt(body: PromptFields, service: Service, *, is_asked: bool = True) -> Prompt:
     wanted, wanted_by = body.wanted()
     messages = messages_of(body.messages, body.system)
     if is_begun := messages[-1]["role"] == "assistant":
@@ -100,7 +109,7 @@ def _prompt(body: PromptFields, service: Service) -> Prompt:
             wanted=None if wanted is None else StructuredOutputsParams(json=wanted.schema_),
             continues=is_begun,
         )
-        return build_prompt(conversation, service)
+        return build_prompt(conversation, service, is_asked=is_asked)
 
 
 def _check_begun(message: Message) -> None:

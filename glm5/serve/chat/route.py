@@ -80,7 +80,9 @@ def prepare(body: ChatBody, service: Service) -> Job:
         )
     options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
     name = answer_id("chatcmpl-", body.request_id)
-    return Job(name, prompt.ids, params, options, prompt.reader, names=names, streams=body.stream)
+    return Job(
+        name, prompt.ids, params, options, prompt.reader, names=names, streams=body.stream, recording=prompt.recording
+    )
 
 
 def _max_tokens(body: ChatBody, prompt: Prompt, service: Service) -> int:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -30,6 +30,7 @@ from glm5.serve.http.call import caller
 from glm5.serve.http.errors import ApiError, named
 from glm5.serve.http.sse import Tap
 from glm5.serve.service.service import Service
+from glm5.serve.service.sessions import Recording
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Job:
     """A request that is ready for the engine. `id`: the id under which its tenant may abort it. `reader` None: the
     answer is plain text. `names`: {name in `SamplingParams`: the API's name} for error messages. `processed`: the
     `logprob` of each token is its `tempered`; None: if the server says so. `streams`: the client wants tokens as they
-    come; otherwise the steps after an answer's first are one.
+    come; otherwise the steps after an answer's first are one. `recording`: of a session, which gets the answers.
     """
 
     id: str
@@ -70,6 +71,7 @@ class Job:
     names: Mapping[str, str] = field(default_factory=dict)
     processed: bool | None = None
     streams: bool = False
+    recording: Recording | None = None
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -159,7 +161,10 @@ class _DeltaReader:
         """The events of the next delta, whose tokens are counted."""
         answer = self.answers.get(delta.index) or self._new_answer(delta.index)
         self._count(delta, answer)
-        return self._events(delta, answer)
+        events = self._events(delta, answer)
+        if self.job.recording is not None:
+            self.job.recording.add(delta, events)
+        return events
 
     def step(self, delta: Delta, events: list[Event]) -> Step:
         """The step of a delta with these events."""
@@ -237,8 +242,9 @@ async def steps(job: Job, service: Service, usage: Usage, tap: Tap[Step] | None 
     tenant = caller().name
     engine_id = service.running.enter(tenant, job.id)
     try:
+        params, options = _asked(job)
         generation = service.engine.generate(
-            job.prompt_ids, job.params, request_id=engine_id, streams=job.streams, **vars(job.options)
+            job.prompt_ids, params, request_id=engine_id, streams=job.streams, **options
         )
         with named(job.names):
             async with generation as deltas:
@@ -263,6 +269,16 @@ async def steps(job: Job, service: Service, usage: Usage, tap: Tap[Step] | None 
         seconds = time.monotonic() - start
         values = (job.id, usage.prompt_tokens, usage.completion_tokens, seconds, reason)
         logger.info("%s: %d prompt tokens, %d answer tokens, %.2f s, %s", *values)
+
+
+def _asked(job: Job) -> tuple[SamplingParams, dict[str, Any]]:
+    """Parameters and options for the engine. A session needs log-probabilities, and what each token was drawn from."""
+    params, options = job.params, vars(job.options)
+    if job.recording is None:
+        return params, options
+    if params.logprobs is None:
+        params = params.but(logprobs=0)
+    return params, {**options, "sampling_mask": params.truncates}
 
 
 def _send_now(tap: Tap[Step], reading: _DeltaReader, delta: Delta) -> bool:

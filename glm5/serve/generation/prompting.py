@@ -6,7 +6,7 @@ structured output       the constrained answer after the reasoning, or tool call
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,8 +21,10 @@ from glm5.serve.generation.call_grammar import CallGrammar
 from glm5.serve.generation.job import Reader
 from glm5.serve.generation.sampling_fields import context_exceeded
 from glm5.serve.generation.value_grammar import either
+from glm5.serve.http.call import current
 from glm5.serve.http.errors import named
 from glm5.serve.service.service import Service
+from glm5.serve.service.sessions import Recording
 
 Format = dict[str, Any]
 _MAX_WHITESPACE = 64  # between two JSON tokens
@@ -66,20 +68,23 @@ class Prompt:
     structured: StructuredOutputsParams | None
     starts_after: int | None
     not_before: tuple[int, ...]
+    recording: Recording | None = None
 
     def options(self, **more: Any) -> Options:
         return Options(starts_after=self.starts_after, not_before=self.not_before, **more)
 
 
-def build_prompt(conversation: Conversation, service: Service, *, field: str = "messages") -> Prompt:
+def build_prompt(
+    conversation: Conversation, service: Service, *, field: str = "messages", is_asked: bool = True
+) -> Prompt:
     """Build the prompt of a conversation. Takes a second for a million tokens: do not call it on the event loop.
 
-    `field`: the API's name of its messages. Raises RequestError, or ApiError for a prompt longer than the context.
+    `field`: the API's name of its messages. `is_asked`: it will be answered, so that a session keeps it. Raises
+    RequestError, or ApiError for a prompt longer than the context.
     """
     tokenizer, choice = service.tokenizer, conversation.choice
     tools = _prompt_tools(conversation)
-    guard = service.template.guard()
-    ids = _encoded(_rendered(conversation, tools, service, guard), service, guard, field)
+    ids, recording = _prompt_ids(conversation, tools, service, field, is_asked=is_asked)
     reasoning = service.template.starts_in_reasoning(ids)
     structured = _constraint(tools or [], choice, conversation.wanted, tokenizer)
     starts_after: int | None = None
@@ -94,7 +99,7 @@ def build_prompt(conversation: Conversation, service: Service, *, field: str = "
             "structured_outputs",
         )
     reader = Reader(tokenizer, Functions(tools), reasoning=reasoning, parse_tools=tools is not None)
-    return Prompt(ids, reader, structured, starts_after, not_before)
+    return Prompt(ids, reader, structured, starts_after, not_before, recording)
 
 
 def _prompt_tools(conversation: Conversation) -> list[dict[str, Any]] | None:
@@ -106,6 +111,27 @@ def _prompt_tools(conversation: Conversation) -> list[dict[str, Any]] | None:
     if missing := [name for name in choice.names or () if name not in names]:
         raise RequestError(f"tool_choice names {missing[0]!r:.80}, which is not one of the tools", "tool_choice")
     return None if choice.mode == "none" else tools
+
+
+def _prompt_ids(
+    conversation: Conversation, tools: list[dict[str, Any]] | None, service: Service, field: str, *, is_asked: bool
+) -> tuple[list[int], Recording | None]:
+    """The prompt's tokens; of a request of a session those that its tree has, and where its answers go."""
+    call, sessions = current(), service.sessions
+    session = None
+    if is_asked and sessions is not None and call is not None and call.session:
+        session = sessions.of(call.tenant.name, call.session)
+    if session is not None and conversation.generates and not conversation.continues:
+        messages = normalize_messages(conversation.messages)
+        _check_length(" ".join(_texts(messages)), service, field)
+        try:
+            placed = session.place(messages, tools, conversation.template)
+        except RequestError as error:
+            raise RequestError(str(error), field) from None
+        return placed.ids, Recording(session, placed)
+    guard = service.template.guard()
+    ids = _encoded(_rendered(conversation, tools, service, guard), service, guard, field)
+    return ids, None if session is None else Recording(session, session.aside(ids))
 
 
 def _rendered(conversation: Conversation, tools: list[dict[str, Any]] | None, service: Service, guard: Guard) -> str:
@@ -136,11 +162,21 @@ def _rendered(conversation: Conversation, tools: list[dict[str, Any]] | None, se
     return text.rstrip() + written if content.strip() else text
 
 
-def _encoded(text: str, service: Service, guard: Guard, field: str) -> list[int]:
+def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        content = message["content"]
+        yield from [content] if isinstance(content, str) else (part.get("text", "") for part in content)
+
+
+def _check_length(text: str, service: Service, field: str) -> None:
+    """Refuse a text that is too long without encoding it, which takes half a minute for a body of 32 MiB."""
     most = service.engine.max_model_len
-    if (least := service.tokenizer.least_tokens(guard.text(text))) > most:
-        # Refused without encoding, which takes half a minute for a body of 32 MiB.
+    if (least := service.tokenizer.least_tokens(text)) > most:
         raise context_exceeded(most, f"at least {least}", param=field)
+
+
+def _encoded(text: str, service: Service, guard: Guard, field: str) -> list[int]:
+    _check_length(guard.text(text), service, field)
     try:
         return guard.encode(text)
     except RequestError as error:

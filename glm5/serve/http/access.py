@@ -51,6 +51,7 @@ OPEN_PATHS = frozenset({"/", "/dashboard", "/health", "/ready", "/health_generat
 _OPEN_PREFIX = "/page/"
 _METRICS_PATHS = frozenset({"/metrics", "/get_server_info", "/server_info", "/v1/loads", "/load", "/kv_event_sources"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
+_SESSION_PATH = re.compile(r"/sessions/([^/]{1,128})(/.+)")
 _VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -75,13 +76,14 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        path, headers = scope["path"], Headers(scope=scope)
+        headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        session = headers.get("x-session-id", "")
+        session = _session_of(scope, headers)
         call = Call(
             given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex,
             session=session if _VALID_ID.fullmatch(session) else "",
         )
+        path = scope["path"]
         sender = _ResponseSender(send, call.id, self.state)
         # Before the last byte goes out, as for `admission`: whoever has an answer finds it in /metrics.
         sender.on_end.append(lambda: self._count(scope, sender.status))
@@ -168,6 +170,14 @@ class Access:
         if call.session:
             caller, fields = f"{caller} session {call.session}", {**fields, "session": call.session}
         logger.log(level, "%s %s %s%s %.3f s", _method(scope), path, status or "left", caller, seconds, extra=fields)
+
+
+def _session_of(scope: Scope, headers: Headers) -> str:
+    """The session that the path begins with, which is taken out of it, or the header names."""
+    if (found := _SESSION_PATH.fullmatch(scope["path"])) is None:
+        return headers.get("x-session-id", "")
+    name, scope["path"] = found.groups()
+    return name
 
 
 def _method(scope: Scope) -> str:

@@ -190,7 +190,9 @@ def _prepare(
             skip_special_tokens=bool(body.skip_special_tokens),
         )
     options = prompt.options(priority=body.priority, cache_salt=body.cache_salt)
-    job = Job(f"resp_{uuid.uuid4().hex}", prompt.ids, params, options, prompt.reader, names, streams=body.stream)
+    name = f"resp_{uuid.uuid4().hex}"
+    more = {"streams": body.stream, "recording": prompt.recording}
+    job = Job(name, prompt.ids, params, options, prompt.reader, names, **more)
     size = len(json.dumps(items)) + (0 if previous is None else previous.size)
     return job, _Input(items, earlier, size)
 

@@ -17,6 +17,7 @@ from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.wire import EngineInfo, Policy
 from glm5.serve.metrics.server_metrics import ServerMetrics
 from glm5.serve.service.running import RunningRequests
+from glm5.serve.service.sessions import Sessions
 from glm5.serve.service.shared import OneProcess, Shared
 from glm5.serve.service.state import ServerState
 from glm5.serve.service.weight_names import WeightNames
@@ -67,7 +68,7 @@ class Service:
     the folder for profiler traces, or None. `processed_logprobs`: whether log-probabilities are those of the sampling
     distribution where the API does not say which. `tokens_as_ids`: whether they name tokens by their ids unless the
     request says otherwise. `routed_experts`: whether the engine records them. `sampling_masks`: whether trainers get
-    them."""
+    them. `sessions`: those of agents, None where the server keeps none."""
 
     engine: ServedEngine
     template: ChatTemplate
@@ -86,6 +87,7 @@ class Service:
     logged_fields: set[str] = field(default_factory=set)
     running: RunningRequests = field(default_factory=RunningRequests)
     shared: Shared = field(default_factory=OneProcess)
+    sessions: Sessions | None = None
     weight_names: WeightNames = field(default_factory=WeightNames)
 
     async def abort(self, tenant: str, name: str | None = None) -> int:

@@ -61,7 +61,7 @@ def _ids(body: TokenizeBody, service: Service) -> list[int]:
     if (body.prompt is None) == (not body.messages):
         raise RequestError("prompt and messages: exactly one of them is needed", "prompt")
     if body.prompt is None:
-        return build_prompt(conversation_of(body, service), service).ids
+        return build_prompt(conversation_of(body, service), service, is_asked=False).ids
     try:
         return service.tokenizer.encode(body.prompt)
     except RequestError as error:

@@ -1,0 +1,155 @@
+"""One agent's conversations as a tree of segments: what was sampled stays as it was, and only what is new is tokenized.
+
+    request -> the longest path that says the same -> its tokens + what is new, rendered after the last reply
+            -> reply -> a new segment
+
+A client that edits its history, retries, compacts it or starts a sub-agent makes a branch; nothing that was sampled is
+ever rewritten or tokenized again. A reply belongs to one segment, whichever paths go through it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+from glm5.chat.continuation import Continuations, joined
+from glm5.chat.template import ChatTemplate
+from glm5.common.errors import ConfigError, RequestError
+from glm5.rl.gateway.messages import Message, is_reply, key_of, setting_key
+from glm5.rl.segments import Segment, SegmentTree
+
+
+@dataclass
+class _Node:
+    """A segment of the tree. Of a context: `keys` of the messages that it stands for, after its parent's; of a root
+    also `setting`, the key of its tools and the template's options. Of a reply: `reply`, what it says."""
+
+    segment: int
+    keys: list[str] = field(default_factory=list[str])
+    setting: str = ""
+    reply: Message | None = None
+    children: list["_Node"] = field(default_factory=list["_Node"])
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A request's place in the tree, and the tokens of its prompt."""
+
+    node: _Node
+    ids: list[int]
+
+
+class Session:
+    """The conversations of one agent. `max_tokens`: of all segments together; RequestError beyond. Methods may be
+    called from several threads."""
+
+    def __init__(self, template: ChatTemplate, max_tokens: int) -> None:
+        self.tree, self.num_forks = SegmentTree(), 0
+        self._template, self._max_tokens, self._num_tokens = template, max_tokens, 0
+        self._roots: list[_Node] = []
+        self._continuations: dict[str, Continuations] = {}
+        self._lock = Lock()
+
+    def place(self, messages: Sequence[Message], tools: Any, options: Mapping[str, Any]) -> Placed:
+        """Where a request goes on. `messages` and `tools` are normalized, `options` are for the template; reasoning of
+        earlier turns is always kept. Raises RequestError for what a template refuses, and where the session is full."""
+        options = {**options, "clear_thinking": False}
+        with self._lock:
+            path, position = self._longest(messages, tools, options)
+            if path and position == len(messages) and path[-1].reply is None:
+                return Placed(path[-1], self.tree.token_ids(path[-1].segment))  # asked again
+            while path and path[-1].reply is None:  # a context of which a part is the same
+                position -= len(path.pop().keys)
+            if path and position < len(messages):
+                try:
+                    return self._goes_on(path[-1], messages[position:], bool(tools), options)
+                except ConfigError:
+                    pass  # the template cannot append to this: a beginning of its own
+            return self._begins(messages, tools, options)
+
+    def aside(self, ids: Sequence[int]) -> Placed:
+        """A prompt that no later request goes on from, such as one that ends within a reply."""
+        with self._lock:
+            node = self._added(Segment(list(ids)), ())
+            self.num_forks += bool(self._roots)
+            self._roots.append(node)
+            return Placed(node, list(ids))
+
+    def add(self, placed: Placed, reply: Message, segment: Segment) -> int:
+        """A reply to a placed request was sampled: the index of its segment. `segment`: without a parent."""
+        with self._lock:
+            self._count(len(segment.token_ids))
+            segment.parent = placed.node.segment
+            index = self.tree.add(segment)
+            placed.node.children.append(_Node(index, reply=reply))
+            return index
+
+    def abandoned(self) -> set[int]:
+        """Replies that nobody went on from, though the same request was asked again later: of retries."""
+        with self._lock:
+            found: set[int] = set()
+            waiting = list(self._roots)
+            while waiting:
+                node = waiting.pop()
+                waiting += node.children
+                if node.reply is None:
+                    found |= {one.segment for one in node.children[:-1] if not one.children}
+            return found
+
+    def _longest(self, messages: Sequence[Message], tools: Any, options: Mapping[str, Any]) -> tuple[list[_Node], int]:
+        """The nodes of the longest path that says the same as the first messages, and their number."""
+        keys, setting = [key_of(one) for one in messages], setting_key(tools, options)
+        best: tuple[int, list[_Node]] = (0, [])
+        waiting: list[tuple[list[_Node], int]] = []
+        for root in self._roots:
+            count = len(root.keys)
+            if root.setting == setting and keys[:count] == root.keys:
+                waiting.append(([root], count))
+        while waiting:
+            path, position = waiting.pop(0)
+            if position >= best[0]:  # of equal ones the one that was added last
+                best = (position, path)
+            for child in path[-1].children:
+                if child.reply is None:
+                    count = len(child.keys)
+                    if keys[position : position + count] == child.keys:
+                        waiting.append(([*path, child], position + count))
+                elif position < len(messages) and is_reply(messages[position], child.reply):
+                    waiting.append(([*path, child], position + 1))
+        return best[1], best[0]
+
+    def _goes_on(
+        self, after: _Node, messages: Sequence[Message], has_tools: bool, options: Mapping[str, Any]
+    ) -> Placed:
+        assert after.reply is not None
+        call_ids = [call["id"] for call in after.reply.get("tool_calls") or ()]
+        continuations = self._continuations.setdefault(
+            repr(sorted(options.items())), Continuations(self._template, options)
+        )
+        ids = continuations.after(messages, has_tools=has_tools, call_ids=call_ids)
+        before = self.tree.token_ids(after.segment)
+        ids = joined(ids, before[-1])
+        node = self._added(Segment(ids, after.segment), messages)
+        self.num_forks += bool(after.children)
+        after.children.append(node)
+        return Placed(node, [*before, *ids])
+
+    def _begins(self, messages: Sequence[Message], tools: Any, options: Mapping[str, Any]) -> Placed:
+        ids = self._template.encode([dict(one) for one in messages], tools, **options)
+        node = self._added(Segment(ids), messages)
+        node.setting = setting_key(tools, options)
+        self.num_forks += bool(self._roots)
+        self._roots.append(node)
+        return Placed(node, ids)
+
+    def _added(self, segment: Segment, messages: Sequence[Message]) -> _Node:
+        self._count(len(segment.token_ids))
+        return _Node(self.tree.add(segment), [key_of(one) for one in messages])
+
+    def _count(self, num_tokens: int) -> None:
+        if self._num_tokens + num_tokens > self._max_tokens:
+            raise RequestError(
+                f"the session has {self._num_tokens:,} tokens, and {num_tokens:,} more exceed {self._max_tokens:,}; "
+                "end it, and begin another"
+            )
+        self._num_tokens += num_tokens

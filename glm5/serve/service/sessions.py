@@ -1,0 +1,82 @@
+"""Sessions that the server keeps: conversations of agents as trees of tokens (`glm5.rl.gateway`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from glm5.chat.events import Event, collect
+from glm5.chat.message import normalize_messages
+from glm5.chat.template import ChatTemplate
+from glm5.common.errors import RequestError
+from glm5.engine.frontend.outputs import Delta
+from glm5.rl.gateway.session import Placed, Session
+from glm5.rl.segments import Segment
+
+
+class Sessions:
+    """By tenant and name. `most`: how many at a time, of `max_tokens` each. Raises RequestError beyond."""
+
+    def __init__(self, template: ChatTemplate, most: int, max_tokens: int) -> None:
+        self._template, self._most, self._max_tokens = template, most, max_tokens
+        self._kept: dict[tuple[str, str], Session] = {}
+
+    def of(self, tenant: str, name: str) -> Session:
+        """The session of that name, which begins with its first request."""
+        session = self._kept.get((tenant, name))
+        if session is None:
+            if len(self._kept) >= self._most:
+                raise RequestError(
+                    f"the server keeps {self._most} sessions, which is all that --max-sessions allows; end one with "
+                    "DELETE /sessions/NAME"
+                )
+            session = self._kept[tenant, name] = Session(self._template, self._max_tokens)
+        return session
+
+    def find(self, tenant: str, name: str) -> Session | None:
+        """The session of that name, if it has begun."""
+        return self._kept.get((tenant, name))
+
+    def end(self, tenant: str, name: str) -> Session | None:
+        """The session of that name, which is not kept any longer."""
+        return self._kept.pop((tenant, name), None)
+
+
+@dataclass
+class _Answer:
+    segment: Segment = field(default_factory=lambda: Segment([], is_sampled=True, kept=[]))
+    events: list[Event] = field(default_factory=list[Event])
+
+
+class Recording:
+    """The answers to one request of a session, each of which becomes a segment when it is complete. One that is cut
+    off, by a client that leaves or an error, becomes none."""
+
+    def __init__(self, session: Session, placed: Placed) -> None:
+        self._session, self._placed = session, placed
+        self._answers: dict[int, _Answer] = {}
+
+    def add(self, delta: Delta, events: Sequence[Event]) -> None:
+        """What a step added to an answer."""
+        answer = self._answers.setdefault(delta.index, _Answer())
+        segment = answer.segment
+        segment.token_ids += delta.token_ids
+        segment.logprobs += delta.tempered_logprobs
+        segment.versions += [delta.version] * len(delta.token_ids)
+        assert segment.kept is not None
+        segment.kept += delta.sampling_mask
+        answer.events += events
+        if delta.finish_reason in ("stop", "length") and segment.token_ids:
+            segment.kept = segment.kept or None
+            self._session.add(self._placed, _message(answer.events), segment)
+
+
+def _message(events: Sequence[Event]) -> dict[str, object]:
+    """What an answer says, normalized as clients' messages are."""
+    parsed = collect(events)
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in parsed.tool_calls
+        if call.complete
+    ]
+    message = {"role": "assistant", "content": parsed.content or "", "reasoning_content": parsed.reasoning or ""}
+    (normal,) = normalize_messages([message | ({"tool_calls": calls} if calls else {})])
+    return normal

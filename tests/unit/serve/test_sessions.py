@@ -1,0 +1,169 @@
+"""Sessions: what agents were asked and what was sampled, token by token, whatever their clients make of it."""
+
+from contextlib import contextmanager
+from itertools import pairwise
+from random import Random
+
+import httpx
+import pytest
+
+from glm5.chat.template import ChatTemplate
+from glm5.config.serve import ServeConfig
+from glm5.rl.gateway.session import Session
+from glm5.serve.app import create_app
+from glm5.serve.http.keys import KeyRing, plain_keys
+from glm5.serve.http.server import bind, serving
+from tests.support.agents import DIALECTS, Agent, RandomEngine
+from tests.support.tokenizers import tiny_tokenizer
+
+NUM_AGENTS, TURNS = 10, 8
+MANY = 700  # of each dialect
+
+
+@contextmanager
+def recording(seed: int, template: str = "glm-5.2", **settings):
+    tokenizer = tiny_tokenizer()
+    engine = RandomEngine(tokenizer, seed)
+    config = ServeConfig.model_validate(
+        {"model": "org/tiny", "served_model_name": ("tiny",), "max_sessions": 10_000, **settings}
+    )
+    keys = KeyRing(plain_keys(config.api_key, "user", "key"))
+    app = create_app(engine, ChatTemplate.bundled(template, tokenizer), tokenizer, config, keys=keys)
+    with serving(app, engine, bind("127.0.0.1", 0)) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client, engine
+
+
+def sampled_of(shown: dict) -> list[tuple]:
+    """(prompt, tokens, log-probabilities, versions) of every sampled segment, from the tree as it is shown."""
+    segments = shown["segments"]
+
+    def path(index: int | None) -> list[int]:
+        return [] if index is None else path(segments[index]["parent"]) + segments[index]["token_ids"]
+
+    return [
+        (path(one["parent"]), one["token_ids"], one["logprobs"], one["versions"]) for one in segments if one["sampled"]
+    ]
+
+
+def play(client, engine, name: str, dialect: str, random: Random, turns: int = TURNS) -> tuple[Agent, dict, list]:
+    before = len(engine.said)
+    agent = Agent(client, name, dialect, random, by_path=random.random() < 0.5)
+    agent.run(turns)
+    return agent, client.delete(f"/sessions/{name}").json(), engine.said[before:]
+
+
+def check(shown: dict, said: list) -> None:
+    """Every answer is in the tree as it was sampled, once, after exactly the prompt that the engine saw."""
+    found = sampled_of(shown)
+    assert sorted(found) == sorted(said)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("num_agents", [NUM_AGENTS, pytest.param(MANY, marks=pytest.mark.long)])
+def test_what_is_kept_is_what_was_sampled(dialect, num_agents, seed):
+    with recording(seed) as (client, engine):
+        for number in range(num_agents):
+            random = Random(seed * 1000 + number)
+            agent, shown, said = play(client, engine, f"{dialect}-{number}", dialect, random)
+            check(shown, said)
+            assert shown["forks"] <= agent.num_branches, "a fork that nobody asked for"
+
+
+class Linear(Agent):
+    """Keeps its history as it was."""
+
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            self.history += self._read(self.ask())
+
+
+def linear(seed: int) -> dict:
+    """The tree of one agent that only goes on."""
+    with recording(seed) as (client, _):
+        Linear(client, "a", "chat", Random(seed), by_path=True).run(TURNS)
+        return client.get("/sessions/a").json()
+
+
+def test_a_conversation_is_one_sequence(seed):
+    shown = linear(seed)
+    assert shown["forks"] == 0
+    assert [one["parent"] for one in shown["segments"]] == [None, *range(2 * TURNS - 1)]
+    assert not any(one["abandoned"] for one in shown["segments"])
+
+
+def test_who_tokenizes_again_does_not_keep_what_was_sampled(seed, monkeypatch):
+    """The control: the whole history is rendered for each request, as servers do."""
+    begins = Session._begins
+    monkeypatch.setattr(Session, "_goes_on", lambda self, after, messages, has_tools, options: again(self))
+    asked = []
+
+    def placed(self, messages, tools, options):
+        asked[:] = [messages, tools, options]
+        return place(self, messages, tools, options)
+
+    def again(self):
+        return begins(self, *asked)
+
+    place = Session.place
+    monkeypatch.setattr(Session, "place", placed)
+    shown = linear(seed)
+    assert shown["forks"] == TURNS - 1
+    found = sampled_of(shown)
+    kept = [later[: len(prompt) + len(ids)] == prompt + ids for (prompt, ids, *_), (later, *_) in pairwise(found)]
+    assert not all(kept)
+
+
+def ask(client, text: str, name: str = "a", **fields) -> dict:
+    body = {"messages": [{"role": "user", "content": text}], **fields}
+    response = client.post(f"/sessions/{name}/v1/chat/completions", json=body)
+    return response.json()
+
+
+def test_answers_of_one_request_are_siblings(seed):
+    with recording(seed) as (client, engine):
+        ask(client, "hi")
+        ask(client, "hi")  # asked again: the first answer led to nothing
+        shown = client.get("/sessions/a").json()
+    assert [one["parent"] for one in shown["segments"]] == [None, 0, 0]
+    assert [one["abandoned"] for one in shown["segments"]] == [False, True, False]
+    assert len(engine.said) == 2
+
+
+def test_a_begun_reply_is_a_conversation_of_its_own(seed):
+    with recording(seed) as (client, engine):
+        begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say"}]
+        fields = {"messages": begun, "continue_final_message": True, "add_generation_prompt": False}
+        response = client.post("/sessions/a/v1/chat/completions", json=fields)
+        assert response.status_code == 200
+        check(client.get("/sessions/a").json(), engine.said)
+
+
+def test_sessions_end_and_are_bounded(seed):
+    with recording(seed, max_sessions=1, max_session_tokens=300) as (client, _):
+        assert "choices" in ask(client, "hi")
+        refused = ask(client, "hi", name="b")["error"]["message"]
+        assert refused == (
+            "the server keeps 1 sessions, which is all that --max-sessions allows; end one with DELETE /sessions/NAME"
+        )
+        full = [ask(client, f"hi {number}") for number in range(30)][-1]["error"]["message"]
+        assert "more exceed 300; end it, and begin another" in full
+        assert client.delete("/sessions/a").status_code == 200
+        assert client.get("/sessions/a").status_code == 404
+        assert "choices" in ask(client, "hi", name="b")
+
+
+def test_a_server_that_keeps_none_says_so(seed):
+    with recording(seed, max_sessions=0) as (client, _):
+        assert "start it with --max-sessions" in client.get("/sessions/a").json()["error"]["message"]
+
+
+def test_tenants_do_not_see_each_other(seed):
+    with recording(seed, "glm-5.2", api_key=("one", "two")) as (client, _):
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        for name in ("one", "two"):
+            path = "/sessions/a/v1/chat/completions"
+            assert client.post(path, json=body, headers={"Authorization": f"Bearer {name}"}).status_code == 200
+        shown = client.get("/sessions/a", headers={"Authorization": "Bearer two"}).json()
+        assert sum(one["sampled"] for one in shown["segments"]) == 1
+        assert client.get("/sessions/a").status_code == 401
+        assert client.post("/sessions/a/sleep", headers={"Authorization": "Bearer one"}).status_code == 403
