@@ -144,9 +144,12 @@ def threads_of(recipe: RLRecipe, device: torch.device) -> int | None:
 
 
 def num_rollouts(recipe: RLRecipe) -> int:
-    """Rollouts that are under way at a time."""
+    """Rollouts that are under way at a time. Asynchronous ones may be more than those of a step."""
     cfg = recipe.rollouts
-    return min(cfg.groups * cfg.group_size, cfg.concurrency or 512, 1024)
+    of_step = cfg.groups * cfg.group_size
+    if recipe.asynchronous is not None:
+        return min(cfg.concurrency or of_step, 1024)
+    return min(of_step, cfg.concurrency or 512, 1024)
 
 
 def num_pages(recipe: RLRecipe) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from glm5.common.errors import TrainingError
 from glm5.config.rl import RLRecipe
 from glm5.rl.build import num_rollouts
+from glm5.rl.orchestrator.concurrency import AdaptiveConcurrency
 from glm5.rl.orchestrator.dispatcher import Dispatcher, Limits, Service, Start
 from glm5.rl.orchestrator.sink import Drops, Sink
 from glm5.rl.rollout import Group
@@ -32,7 +33,9 @@ class AsyncRollouts:
         assert cfg is not None
         self.limits = Limits(rollouts.groups, rollouts.group_size, cfg.max_staleness, cfg.push_every)
         services = {one.name: Service(one.name) for one in recipe.environment}
-        self.dispatcher = Dispatcher(self.limits, tasks.environment_of, services, num_rollouts(recipe), step)
+        most = num_rollouts(recipe)
+        self.concurrency = AdaptiveConcurrency(most, least=rollouts.group_size, most=most)
+        self.dispatcher = Dispatcher(self.limits, tasks.environment_of, services, most, step)
         self.sink = Sink(cfg.max_staleness, cfg.stale)
         self.harness: Harness | None = None
         self._tasks, self._seed = tasks, recipe.seed
@@ -46,6 +49,7 @@ class AsyncRollouts:
     async def batch(self, step: int) -> list[Group]:
         """The groups of a step, once they have ended. Raises EngineDead and TrainingError."""
         quota, version = self.dispatcher.quota(step), self.limits.version_at(step)
+        await self._adapt()
         while True:
             self._raise()
             self._sweep(version)
@@ -88,6 +92,7 @@ class AsyncRollouts:
         drops, self.sink.drops = self.sink.drops, Drops()
         found = {
             "dispatcher/in_flight": self.dispatcher.in_flight,
+            "dispatcher/allowed": self.dispatcher.concurrency,
             "dispatcher/held": len(self.sink.held),
             "staleness/dropped": drops.rollouts,
             "staleness/dropped_groups": drops.groups,
@@ -128,8 +133,15 @@ class AsyncRollouts:
             self._changed.set()
         self.fill()
 
+    async def _adapt(self) -> None:
+        assert self.harness is not None
+        pages = (await self.harness.policy.engine.stats())["pages"]
+        self.concurrency.observe(pages["in_use"] / pages["all"])
+        self.dispatcher.concurrency = self.concurrency.allowed
+
     def _episode_ended(self, number: int, episode: int) -> None:
         self.dispatcher.episode_ended(number, episode)
+        self.concurrency.episode_ended()
         self.fill()
 
     def _sweep(self, version: int) -> None:
