@@ -1,6 +1,8 @@
 """`glm5 rl`: reinforcement learning by a recipe."""
 
 import argparse
+import os
+from functools import partial
 
 from glm5.cli.deterministic import prepare_deterministic
 from glm5.cli.flags import add_flags, read
@@ -27,5 +29,11 @@ def run(args: argparse.Namespace) -> int:
 
     check_extras(recipe)  # a missing package should fail before the training
 
-    out(f"trained: {train(recipe, restart=settings.restart, unsafe_local=settings.unsafe_local)}")
+    open_gateway = None
+    if recipe.agent is not None:
+        from glm5.serve.gateway import gateway
+
+        open_gateway = partial(gateway, environment=dict(os.environ))
+    given = {"restart": settings.restart, "unsafe_local": settings.unsafe_local}
+    out(f"trained: {train(recipe, **given, open_gateway=open_gateway)}")
     return 0

@@ -4,7 +4,7 @@
     [warm_start]     supervised steps that teach legal replies       [rollouts]        how replies are sampled
     [algorithm]      advantages and the weight of each token         [optimizer]       config/step.py
     [evaluation]     held-out tasks                                  [records]         what is kept of rollouts
-    [asynchronous]   rollouts go on while the trainer learns
+    [asynchronous]   rollouts go on while the trainer learns        [agent]           a program that plays
 
 Sources of the defaults: GLM-5 report, equation 1 (reasoning RL); where it is silent, the usual choice, said beside the
 field.
@@ -142,6 +142,18 @@ class Rollouts(Section):
     """Memory of the engine's KV cache. Default: what the step's conversations need at most."""
 
 
+class AgentSection(Section):
+    """A program that plays the policy's part: an agent with tools and a loop of its own, which asks the policy through
+    an API of messages (docs/rl-gateway.md). It gets the task as JSON on standard input, {"messages": [...]}, and its
+    last words on standard output are the answer that the environment grades.
+    """
+
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The program and its arguments. Its environment has OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their API_KEYs."""
+    timeout_s: Positive = 300.0
+    """After which it is killed, with reward 0."""
+
+
 class Asynchronous(Section):
     """Rollouts that go on while the trainer learns (GLM-5 report, section 4.1). What it does not publish is said beside
     the field."""
@@ -224,6 +236,8 @@ class RLRecipe(Section):
     warm_start: WarmStart | None = None
     algorithm: AlgorithmSection = AlgorithmSection()
     rollouts: Rollouts = Rollouts()
+    agent: AgentSection | None = None
+    """Default: the policy's replies go to the environment as they are."""
     asynchronous: Asynchronous | None = None
     """Default: rollouts and trainer take turns."""
     environment: Annotated[tuple[EnvironmentSection, ...], Field(min_length=1)]

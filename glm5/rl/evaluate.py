@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from math import comb
 
 from glm5.rl.rollout import Group
-from glm5.rl.rollouts.collect import Draw, collect
-from glm5.rl.rollouts.harness import Harness
+from glm5.rl.rollouts.collect import AnyHarness, Draw, collect
 
 SOLVED = 1.0 - 1e-9
 """Reward from which a rollout counts as a solution."""
 
 
 async def evaluate(
-    harness: Harness, draws: Sequence[Draw], samples: int, seed: int, prefix: str = "eval"
+    harness: AnyHarness, draws: Sequence[Draw], samples: int, seed: int, prefix: str = "eval"
 ) -> dict[str, float]:
     """Mean reward over all tasks and by environment, and pass@1 and, with several samples, pass@`samples`. `prefix`:
     the beginning of the figures' names."""

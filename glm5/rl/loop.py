@@ -17,12 +17,14 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from glm5.chat.template import ChatTemplate
+from glm5.chat.tokenizer import Tokenizer
 from glm5.checkpoint.save import save
 from glm5.common.atomic import atomic_write
 from glm5.common.errors import EngineDead, TrainingError
@@ -38,9 +40,10 @@ from glm5.rl.records.digest import digests
 from glm5.rl.records.store import RecordWriter
 from glm5.rl.report import REPORT, write_report
 from glm5.rl.rollout import Group
-from glm5.rl.rollouts.collect import Draw, cause_of, collect
+from glm5.rl.rollouts.collect import AnyHarness, Draw, cause_of, collect
 from glm5.rl.rollouts.harness import Harness
 from glm5.rl.rollouts.policy import Policy
+from glm5.rl.rollouts.program import Gateway, ProgramHarness
 from glm5.rl.rollouts.refill import refilled
 from glm5.rl.state import RunState
 from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
@@ -57,7 +60,16 @@ T = TypeVar("T")
 FINISHING = "the step is finished and the state written first; a second one ends the run at once"
 
 
-def run(recipe: RLRecipe, *, restart: bool = False, unsafe_local: bool = False) -> Path:
+OpenGateway = Callable[[AsyncEngine, ChatTemplate, Tokenizer], AbstractContextManager[Gateway]]
+
+
+def run(
+    recipe: RLRecipe,
+    *,
+    restart: bool = False,
+    unsafe_local: bool = False,
+    open_gateway: OpenGateway | None = None,
+) -> Path:
     """Run a recipe to its end, or go on with it; returns the folder of the trained policy. `unsafe_local`: where no
     sandbox can be had, what the policy writes runs without.
 
@@ -72,6 +84,7 @@ def run(recipe: RLRecipe, *, restart: bool = False, unsafe_local: bool = False) 
                 shutil.rmtree(out / name, ignore_errors=True)
         with arithmetic(recipe, device):
             job = Run(recipe, out, device, unsafe_local=unsafe_local)
+            job.open_gateway = open_gateway
             return job.folder if job.is_done else asyncio.run(job.run())
 
 
@@ -93,6 +106,8 @@ class Run:
         self.tasks = self.builder.tasks
         self.number = self.saved = 0
         self.engine: AsyncEngine | None = None
+        self.open_gateway: OpenGateway | None = None
+        self.gateway, self.gateways = None, ExitStack()
         self.has_restarted = False
         if saved is not None:
             self.number = self.saved = saved["step"]
@@ -131,6 +146,7 @@ class Run:
                 finally:
                     if self.rollouts is not None:
                         await self.rollouts.cancel()
+                    await asyncio.to_thread(self.gateways.close)
                     if self.engine is not None:
                         await asyncio.to_thread(self.engine.close)
         with writing_to(self.out / REPORT):
@@ -203,7 +219,7 @@ class Run:
     async def _evaluate(self) -> None:
         cfg = self.recipe.evaluation
         policy = Policy(self.harness.policy.engine, self.recipe.rollouts, greedy=cfg.samples == 1)
-        harness, found = Harness(policy, self.workers, self.builder.chat), dict[str, float]()
+        harness, found = self._harness(policy), dict[str, float]()
         for prefix, draws in self.tasks.evaluated().items():
             found |= await evaluate(harness, draws, cfg.samples, self.recipe.seed, prefix)
         self.watch.evaluated(self.number, found)
@@ -251,16 +267,25 @@ class Run:
     async def _start_engine(self) -> None:
         if self.rollouts is not None:
             await self.rollouts.cancel()
+        await asyncio.to_thread(self.gateways.close)
         if self.engine is not None:
             await asyncio.to_thread(self.engine.close)
         self.engine = await asyncio.to_thread(self.builder.engine, self.folder, self.device)
         self.engine.start()
         self.trainer.check(self.engine.info.arithmetic)
-        self.harness = Harness(Policy(self.engine, self.recipe.rollouts), self.workers, self.builder.chat)
+        if self.recipe.agent is not None and self.open_gateway is not None:
+            opened = self.open_gateway(self.engine, self.builder.template, self.builder.tokenizer)
+            self.gateway = self.gateways.enter_context(opened)
+        self.harness = self._harness(Policy(self.engine, self.recipe.rollouts))
         if self.rollouts is not None:
             self.rollouts.harness = self.harness
         self.version, self.pushed = 0, None
         await self._push()
+
+    def _harness(self, policy: Policy) -> AnyHarness:
+        if self.recipe.agent is None or self.gateway is None:
+            return Harness(policy, self.workers, self.builder.chat)
+        return ProgramHarness(policy, self.workers, self.builder.chat, self.gateway, self.recipe.agent)
 
     def _export(self) -> None:
         with writing_to(self.folder):

@@ -6,11 +6,17 @@ the engine saw and sampled.
 """
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 Experts = NDArray[np.int16]
+
+
+def seed_of(*parts: int | str) -> int:
+    """A seed of 63 bits for what these parts name."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass

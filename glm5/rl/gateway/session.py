@@ -8,7 +8,7 @@ ever rewritten or tokenized again. A reply belongs to one segment, whichever pat
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
@@ -16,7 +16,7 @@ from glm5.chat.continuation import Continuations, joined
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import ConfigError, RequestError
 from glm5.rl.gateway.messages import Message, is_reply, key_of, setting_key
-from glm5.rl.segments import Segment, SegmentTree
+from glm5.rl.segments import Segment, SegmentTree, seed_of
 
 
 @dataclass
@@ -39,12 +39,24 @@ class Placed:
     ids: list[int]
 
 
+@dataclass(frozen=True)
+class Ruled:
+    """What a trainer decides in the place of an agent: `sampling` parameters by name, `options` of the template, the
+    most tokens of a reply, and the `seed` that those of all requests are derived from."""
+
+    sampling: Mapping[str, float | int]
+    options: Mapping[str, Any]
+    max_tokens: int
+    seed: int
+
+
 class Session:
     """The conversations of one agent. `max_tokens`: of all segments together; RequestError beyond. Methods may be
     called from several threads."""
 
-    def __init__(self, template: ChatTemplate, max_tokens: int) -> None:
-        self.tree, self.num_forks = SegmentTree(), 0
+    def __init__(self, template: ChatTemplate, max_tokens: int, ruled: Ruled | None = None) -> None:
+        self.tree, self.num_forks, self.ruled = SegmentTree(), 0, ruled
+        self._num_requests = 0
         self._template, self._max_tokens, self._num_tokens = template, max_tokens, 0
         self._roots: list[_Node] = []
         self._continuations: dict[str, Continuations] = {}
@@ -53,7 +65,7 @@ class Session:
     def place(self, messages: Sequence[Message], tools: Any, options: Mapping[str, Any]) -> Placed:
         """Where a request goes on. `messages` and `tools` are normalized, `options` are for the template; reasoning of
         earlier turns is always kept. Raises RequestError for what a template refuses, and where the session is full."""
-        options = {**options, "clear_thinking": False}
+        options = {**options, **(self.ruled.options if self.ruled is not None else {}), "clear_thinking": False}
         with self._lock:
             path, position = self._longest(messages, tools, options)
             if path and position == len(messages) and path[-1].reply is None:
@@ -83,6 +95,28 @@ class Session:
             index = self.tree.add(segment)
             placed.node.children.append(_Node(index, reply=reply))
             return index
+
+    def asked(self, max_tokens: int | None) -> dict[str, Any]:
+        """Sampling parameters of the next request that are not the agent's to choose; `max_tokens`: the agent's."""
+        if self.ruled is None:
+            return {}
+        with self._lock:
+            number, self._num_requests = self._num_requests, self._num_requests + 1
+        most = self.ruled.max_tokens if max_tokens is None else min(max_tokens, self.ruled.max_tokens)
+        return {**self.ruled.sampling, "max_tokens": most, "seed": seed_of(self.ruled.seed, number)}
+
+    def trained(self) -> SegmentTree:
+        """The tree without abandoned replies, and without contexts that nothing was sampled after."""
+        left_out, tree, places = self.abandoned(), SegmentTree(), dict[int, int]()
+        segments = list(self.tree.segments)
+        needed: set[int] = set()
+        for index, one in enumerate(segments):
+            if one.is_sampled and index not in left_out:
+                needed |= set(self.tree.path(index))
+        for index in sorted(needed):
+            parent = segments[index].parent
+            places[index] = tree.add(replace(segments[index], parent=None if parent is None else places[parent]))
+        return tree
 
     def abandoned(self) -> set[int]:
         """Replies that nobody went on from, though the same request was asked again later: of retries."""

@@ -14,8 +14,7 @@ from glm5.rl.orchestrator.concurrency import AdaptiveConcurrency
 from glm5.rl.orchestrator.dispatcher import Dispatcher, Limits, Service, Start
 from glm5.rl.orchestrator.sink import Drops, Sink
 from glm5.rl.rollout import Group
-from glm5.rl.rollouts.collect import Draw, play_group
-from glm5.rl.rollouts.harness import Harness
+from glm5.rl.rollouts.collect import AnyHarness, Draw, play_group
 from glm5.rl.tasks import TaskSource
 
 MOST_DROPPED = 8
@@ -37,7 +36,7 @@ class AsyncRollouts:
         self.concurrency = AdaptiveConcurrency(most, least=rollouts.group_size, most=most)
         self.dispatcher = Dispatcher(self.limits, tasks.environment_of, services, most, step)
         self.sink = Sink(cfg.max_staleness, cfg.stale)
-        self.harness: Harness | None = None
+        self.harness: AnyHarness | None = None
         self._tasks, self._seed = tasks, recipe.seed
         self._again: dict[str, deque[Draw]] = {name: deque() for name in services}
         self._draws: dict[int, Draw] = {}  # of groups that are under way or in the sink

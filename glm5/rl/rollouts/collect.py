@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from glm5.common.errors import EngineDead, TrainingError
 from glm5.rl.environments.protocol import EpisodeFailed, Task
 from glm5.rl.rollout import Group, Rollout
-from glm5.rl.rollouts.harness import Harness, seed_of
+from glm5.rl.rollouts.harness import Harness
+from glm5.rl.rollouts.program import ProgramHarness
+from glm5.rl.segments import seed_of
 
 ATTEMPTS = 3  # at a task: a worker that dies takes the requests of others with it
+
+
+AnyHarness = Harness | ProgramHarness
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Draw:
 
 
 async def collect(
-    harness: Harness,
+    harness: AnyHarness,
     draws: Iterable[Draw],
     group_size: int,
     *,
@@ -56,7 +61,7 @@ def cause_of(error: Exception) -> Exception:
 
 
 async def play_group(
-    harness: Harness,
+    harness: AnyHarness,
     draw: Draw,
     group_size: int,
     run_seed: int,
@@ -76,7 +81,7 @@ async def play_group(
     return groups
 
 
-async def _task(harness: Harness, draw: Draw) -> Task:
+async def _task(harness: AnyHarness, draw: Draw) -> Task:
     reason: EpisodeFailed | None = None
     for _ in range(ATTEMPTS):
         try:
@@ -86,7 +91,7 @@ async def _task(harness: Harness, draw: Draw) -> Task:
     raise TrainingError(f"environment {draw.environment}: no task of seed {draw.seed}, level {draw.level}: {reason}")
 
 
-async def _score_together(harness: Harness, group: Group) -> None:
+async def _score_together(harness: AnyHarness, group: Group) -> None:
     """Rewards that depend on all rollouts of a group, where the environment gives such."""
     valid: Sequence[Rollout] = [rollout for rollout in group.rollouts if rollout.is_valid]
     before = [rollout.reward for rollout in valid]

@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 from glm5.common.errors import EngineDead, GlmError
@@ -21,12 +20,7 @@ from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
 from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.policy import Policy, Sampled
-from glm5.rl.segments import Segment
-
-
-def seed_of(*parts: int | str) -> int:
-    """A seed of 63 bits for what these parts name."""
-    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+from glm5.rl.segments import Segment, seed_of
 
 
 @dataclass

@@ -276,8 +276,7 @@ def _asked(job: Job) -> tuple[SamplingParams, dict[str, Any]]:
     params, options = job.params, vars(job.options)
     if job.recording is None:
         return params, options
-    if params.logprobs is None:
-        params = params.but(logprobs=0)
+    params = job.recording.params(params)
     return params, {**options, "sampling_mask": params.truncates}
 
 

@@ -8,7 +8,8 @@ from glm5.chat.message import normalize_messages
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import RequestError
 from glm5.engine.frontend.outputs import Delta
-from glm5.rl.gateway.session import Placed, Session
+from glm5.engine.sampling.params import SamplingParams
+from glm5.rl.gateway.session import Placed, Ruled, Session
 from glm5.rl.segments import Segment
 
 
@@ -30,6 +31,10 @@ class Sessions:
                 )
             session = self._kept[tenant, name] = Session(self._template, self._max_tokens)
         return session
+
+    def begin(self, tenant: str, name: str, ruled: Ruled) -> None:
+        """Begin a session in which a trainer decides how is sampled."""
+        self._kept[tenant, name] = Session(self._template, self._max_tokens, ruled)
 
     def find(self, tenant: str, name: str) -> Session | None:
         """The session of that name, if it has begun."""
@@ -53,6 +58,11 @@ class Recording:
     def __init__(self, session: Session, placed: Placed) -> None:
         self._session, self._placed = session, placed
         self._answers: dict[int, _Answer] = {}
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """The request's parameters as a session needs them: with log-probabilities, and as a trainer rules."""
+        changes = self._session.asked(params.max_tokens)
+        return params.but(**changes, logprobs=0 if params.logprobs is None else params.logprobs)
 
     def add(self, delta: Delta, events: Sequence[Event]) -> None:
         """What a step added to an answer."""

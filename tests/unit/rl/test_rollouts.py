@@ -12,9 +12,8 @@ from glm5.rl.environments.protocol import EpisodeFailed, Task
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.collect import ATTEMPTS, Draw, collect
-from glm5.rl.rollouts.harness import seed_of
 from glm5.rl.rollouts.refill import refilled
-from glm5.rl.segments import Segment
+from glm5.rl.segments import Segment, seed_of
 from glm5.rl.tasks import REPLACING, TaskSource
 from tests.support.rl_recipe import small_recipe
 
