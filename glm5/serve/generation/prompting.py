@@ -22,9 +22,9 @@ from glm5.serve.generation.job import Reader
 from glm5.serve.generation.sampling_fields import context_exceeded
 from glm5.serve.generation.value_grammar import either
 from glm5.serve.http.call import current
-from glm5.serve.http.errors import named
+from glm5.serve.http.errors import ApiError, named
 from glm5.serve.service.service import Service
-from glm5.serve.service.sessions import Recording
+from glm5.serve.service.sessions import NO_SESSIONS, Recording
 
 Format = dict[str, Any]
 _MAX_WHITESPACE = 64  # between two JSON tokens
@@ -119,6 +119,8 @@ def _prompt_ids(
     """The prompt's tokens; of a request of a session those that its tree has, and where its answers go."""
     call, sessions = current(), service.sessions
     session = None
+    if sessions is None and call is not None and call.is_session_path:
+        raise ApiError(404, NO_SESSIONS, code="no_sessions")
     if is_asked and sessions is not None and call is not None and call.session:
         session = sessions.of(call.tenant.name, call.session)
     if session is not None and conversation.generates and not conversation.continues:

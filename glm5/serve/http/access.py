@@ -78,10 +78,11 @@ class Access:
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        session = _session_of(scope, headers)
+        session, is_session_path = _session_of(scope, headers)
         call = Call(
             given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex,
             session=session if _VALID_ID.fullmatch(session) else "",
+            is_session_path=is_session_path,
         )
         path = scope["path"]
         sender = _ResponseSender(send, call.id, self.state)
@@ -91,6 +92,11 @@ class Access:
         token = REQUEST_ID.set(call.id)
         try:
             self.hosts.check(headers.get("host", ""))
+            if is_session_path and not call.session:
+                allowed = "1 to 128 printable ASCII characters without white space"
+                raise ApiError(
+                    400, f"the session's name is {session!r:.60}; allowed: {allowed}", code="invalid_session"
+                )
             if is_open:
                 await self.app(scope, receive, sender)
             else:
@@ -172,12 +178,12 @@ class Access:
         logger.log(level, "%s %s %s%s %.3f s", _method(scope), path, status or "left", caller, seconds, extra=fields)
 
 
-def _session_of(scope: Scope, headers: Headers) -> str:
-    """The session that the path begins with, which is taken out of it, or the header names."""
+def _session_of(scope: Scope, headers: Headers) -> tuple[str, bool]:
+    """The session that the path begins with, which is taken out of it (True), or that the header names."""
     if (found := _SESSION_PATH.fullmatch(scope["path"])) is None:
-        return headers.get("x-session-id", "")
+        return headers.get("x-session-id", ""), False
     name, scope["path"] = found.groups()
-    return name
+    return name, True
 
 
 def _method(scope: Scope) -> str:

@@ -13,13 +13,15 @@ from glm5.serve.http.keys import ANYONE, Tenant
 
 @dataclass
 class Call:
-    """`session`: the client's X-Session-ID, by which routers send a session to one server. `places`: how many of the
+    """`session`: the client's X-Session-ID, by which routers send a session to one server, or that of its path, if
+    `is_session_path`. `places`: how many of the
     server's concurrent answers it occupies, 0 for a route without limits. `num_answers`: how many answers it has
     requested from the engine. `number`: where another process keeps the limits, the request's number there."""
 
     id: str
     tenant: Tenant = ANYONE
     session: str = ""
+    is_session_path: bool = False
     places: int = 0
     num_answers: int = 0
     number: int = 0

@@ -4,33 +4,36 @@ An agent names its session by the header X-Session-ID, or by a base URL that end
 its client expects that). Everything that it asks in any API then goes on from the same tree.
 """
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Depends
 
 from glm5.rl.gateway.session import Session
+from glm5.serve.http.body import documented
 from glm5.serve.http.call import caller
 from glm5.serve.http.errors import ApiError
 from glm5.serve.service.service import Service, get_service
+from glm5.serve.service.sessions import NO_SESSIONS
 
 router = APIRouter(tags=["sessions"])
 
 
-@router.get("/sessions/{name}")
+@router.get("/sessions/{name}", responses=documented(404))
 async def session(name: str, service: Service = Depends(get_service)) -> dict[str, Any]:
     """The session's segments; a parent comes before its children."""
-    return _shown(name, _needed(name, service, end=False))
+    return await asyncio.to_thread(_shown, name, _needed(name, service, end=False))
 
 
-@router.delete("/sessions/{name}")
+@router.delete("/sessions/{name}", responses=documented(404))
 async def end_session(name: str, service: Service = Depends(get_service)) -> dict[str, Any]:
     """The same; the session is not kept any longer."""
-    return _shown(name, _needed(name, service, end=True))
+    return await asyncio.to_thread(_shown, name, _needed(name, service, end=True))
 
 
 def _needed(name: str, service: Service, *, end: bool) -> Session:
     if service.sessions is None:
-        raise ApiError(404, "this server keeps no sessions; start it with --max-sessions", code="no_sessions")
+        raise ApiError(404, NO_SESSIONS, code="no_sessions")
     get = service.sessions.end if end else service.sessions.find
     found = get(caller().name, name)
     if found is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 
 from glm5.chat.events import Event, collect
 from glm5.chat.message import normalize_messages
@@ -12,6 +13,8 @@ from glm5.engine.sampling.params import SamplingParams
 from glm5.rl.gateway.session import Placed, Ruled, Session
 from glm5.rl.segments import Segment
 
+NO_SESSIONS = "this server keeps no sessions; start it with --max-sessions"
+
 
 class Sessions:
     """By tenant and name. `most`: how many at a time, of `max_tokens` each. Raises RequestError beyond."""
@@ -19,18 +22,20 @@ class Sessions:
     def __init__(self, template: ChatTemplate, most: int, max_tokens: int) -> None:
         self._template, self._most, self._max_tokens = template, most, max_tokens
         self._kept: dict[tuple[str, str], Session] = {}
+        self._beginning = Lock()  # requests are prepared by several threads
 
     def of(self, tenant: str, name: str) -> Session:
         """The session of that name, which begins with its first request."""
-        session = self._kept.get((tenant, name))
-        if session is None:
-            if len(self._kept) >= self._most:
-                raise RequestError(
-                    f"the server keeps {self._most} sessions, which is all that --max-sessions allows; end one with "
-                    "DELETE /sessions/NAME"
-                )
-            session = self._kept[tenant, name] = Session(self._template, self._max_tokens)
-        return session
+        with self._beginning:
+            session = self._kept.get((tenant, name))
+            if session is None:
+                if len(self._kept) >= self._most:
+                    raise RequestError(
+                        f"the server keeps {self._most} sessions, which is all that --max-sessions allows; end one "
+                        "with DELETE /sessions/NAME"
+                    )
+                session = self._kept[tenant, name] = Session(self._template, self._max_tokens)
+            return session
 
     def begin(self, tenant: str, name: str, ruled: Ruled) -> None:
         """Begin a session in which a trainer decides how is sampled."""

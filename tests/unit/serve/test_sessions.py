@@ -155,6 +155,15 @@ def test_sessions_end_and_are_bounded(seed):
 def test_a_server_that_keeps_none_says_so(seed):
     with recording(seed, max_sessions=0) as (client, _):
         assert "start it with --max-sessions" in client.get("/sessions/a").json()["error"]["message"]
+        assert "start it with --max-sessions" in ask(client, "hi")["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["a b", "%00", "%C3%BC"])
+def test_a_name_that_cannot_be_kept_is_refused(name, seed):
+    """Else the agent would not be recorded, and nobody told."""
+    with recording(seed) as (client, engine):
+        assert "allowed: 1 to 128 printable ASCII characters" in ask(client, "hi", name=name)["error"]["message"]
+        assert not engine.said
 
 
 def test_tenants_do_not_see_each_other(seed):
