@@ -18,10 +18,10 @@ _A_TOOL = {"type": "function", "function": {"name": "f", "description": "", "par
 
 
 class Continuations:
-    """Of a template, with these options for it, in which earlier reasoning is kept."""
+    """Of a template, with these options for it, which must keep earlier reasoning (clear_thinking False)."""
 
     def __init__(self, template: ChatTemplate, options: Mapping[str, Any]) -> None:
-        self._template, self._options = template, {**options, "clear_thinking": False}
+        self._template, self._options = template, dict(options)
         self._guard = template.guard()  # of what is rendered after `_starts`
         self._starts: dict[tuple[int, bool], str] = {}
 

@@ -71,7 +71,7 @@ def run(
     open_gateway: OpenGateway | None = None,
 ) -> Path:
     """Run a recipe to its end, or go on with it; returns the folder of the trained policy. `unsafe_local`: where no
-    sandbox can be had, what the policy writes runs without.
+    sandbox can be had, what the policy writes runs without. `open_gateway`: the server that a recipe's agent asks.
 
     Raises KeyboardInterrupt after Ctrl-C, once the state is on disk.
     """
@@ -83,15 +83,22 @@ def run(
             for name in ("policy", "quantized", "tokenizer", "records"):
                 shutil.rmtree(out / name, ignore_errors=True)
         with arithmetic(recipe, device):
-            job = Run(recipe, out, device, unsafe_local=unsafe_local)
-            job.open_gateway = open_gateway
+            job = Run(recipe, out, device, unsafe_local=unsafe_local, open_gateway=open_gateway)
             return job.folder if job.is_done else asyncio.run(job.run())
 
 
 class Run:
     """A run of a recipe."""
 
-    def __init__(self, recipe: RLRecipe, out: Path, device: torch.device, *, unsafe_local: bool) -> None:
+    def __init__(
+        self,
+        recipe: RLRecipe,
+        out: Path,
+        device: torch.device,
+        *,
+        unsafe_local: bool,
+        open_gateway: OpenGateway | None,
+    ) -> None:
         self.recipe, self.out, self.device = recipe, out, device
         self.state = RunState(out, recipe)
         self.records = RecordWriter(out, recipe.records.max_gb * 2**30, recipe.records.every)
@@ -106,7 +113,7 @@ class Run:
         self.tasks = self.builder.tasks
         self.number = self.saved = 0
         self.engine: AsyncEngine | None = None
-        self.open_gateway: OpenGateway | None = None
+        self.open_gateway = open_gateway
         self.gateway, self.gateways = None, ExitStack()
         self.has_restarted = False
         if saved is not None:
@@ -273,18 +280,20 @@ class Run:
         self.engine = await asyncio.to_thread(self.builder.engine, self.folder, self.device)
         self.engine.start()
         self.trainer.check(self.engine.info.arithmetic)
-        if self.recipe.agent is not None and self.open_gateway is not None:
+        if self.recipe.agent is not None:
+            assert self.open_gateway is not None, "a recipe with an agent needs open_gateway"
             opened = self.open_gateway(self.engine, self.builder.template, self.builder.tokenizer)
             self.gateway = self.gateways.enter_context(opened)
         self.harness = self._harness(Policy(self.engine, self.recipe.rollouts))
         if self.rollouts is not None:
-            self.rollouts.harness = self.harness
+            self.rollouts.play_with(self.harness)
         self.version, self.pushed = 0, None
         await self._push()
 
     def _harness(self, policy: Policy) -> AnyHarness:
-        if self.recipe.agent is None or self.gateway is None:
+        if self.recipe.agent is None:
             return Harness(policy, self.workers, self.builder.chat)
+        assert self.gateway is not None, "the engine has started"
         return ProgramHarness(policy, self.workers, self.builder.chat, self.gateway, self.recipe.agent)
 
     def _export(self) -> None:

@@ -157,10 +157,10 @@ class Session:
     ) -> Placed:
         assert after.reply is not None
         call_ids = [call["id"] for call in after.reply.get("tool_calls") or ()]
-        continuations = self._continuations.setdefault(
-            repr(sorted(options.items())), Continuations(self._template, options)
-        )
-        ids = continuations.after(messages, has_tools=has_tools, call_ids=call_ids)
+        key = repr(sorted(options.items()))
+        if (known := self._continuations.get(key)) is None:
+            known = self._continuations[key] = Continuations(self._template, options)
+        ids = known.after(messages, has_tools=has_tools, call_ids=call_ids)
         before = self.tree.token_ids(after.segment)
         ids = joined(ids, before[-1])
         node = self._added(Segment(ids, after.segment), messages)

@@ -1,4 +1,4 @@
-"""Asynchronous rollouts: they go on while the trainer learns, and nothing stale is trained (docs/rl.md).
+"""Asynchronous rollouts: they go on while the trainer learns, and nothing stale is trained (docs/rl-async.md).
 
     dispatcher.py    which group may start, so that few become stale; every one that starts is ended exactly once
     sink.py          groups that ended: staleness, repair, batches with every task's share

@@ -24,7 +24,8 @@ MOST_DROPPED = 8
 class AsyncRollouts:
     """Plays groups until `cancel`, and hands out batches. `step`: the number of steps that are trained.
 
-    `harness` may be replaced after `cancel`, when its engine has ended: the tasks that were under way are asked again.
+    After `cancel` nothing starts until `play_with` gives it a harness, as when its engine has ended: the tasks that
+    were under way are asked again.
     """
 
     def __init__(self, recipe: RLRecipe, tasks: TaskSource, step: int) -> None:
@@ -76,8 +77,13 @@ class AsyncRollouts:
         self.dispatcher.pushed(version)
         self.fill()
 
+    def play_with(self, harness: AnyHarness) -> None:
+        """Play with this harness from now on."""
+        self.harness, self.dispatcher.is_draining = harness, False
+
     async def cancel(self) -> None:
         """Cancel what is under way; the same tasks are asked again first."""
+        self.dispatcher.is_draining = True
         playing = list(self._playing.values())
         for task in playing:
             task.cancel()

@@ -159,10 +159,8 @@ class _Player:
 
     def _seat(self, number: int) -> _Seat:
         if number not in self.seats:
-            cfg = self.harness.policy.params
-            sampling = {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": cfg.top_k, "min_p": cfg.min_p}
             own = seed_of(self.seed, self.number, number, 0)
-            self.seats[number] = _Seat(Rollout(self.task, own, **sampling))  # pyright: ignore[reportArgumentType]
+            self.seats[number] = _Seat(Rollout(self.task, own, **self.harness.policy.sampling))
         return self.seats[number]
 
     def _fail(self, kind: FailureKind, reason: str) -> None:

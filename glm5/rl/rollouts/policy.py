@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,11 @@ class Policy:
         self.params = SamplingParams(
             temperature=temperature, logprobs=0, detokenize=False, output_kind="FINAL_ONLY", **cuts
         )
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How replies are drawn, by the names of a rollout's fields."""
+        return {name: getattr(self.params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
 
     def room(self, num_prompt: int) -> int:
         """The most tokens of a reply to a prompt of that length; below 1 where the context is full."""

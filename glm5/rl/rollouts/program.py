@@ -76,10 +76,8 @@ class ProgramHarness:
                     await episode.close()
 
     async def _play(self, task: Task, seed: int, episode: RemoteEpisode | EpisodeFailed) -> Rollout:
-        params = self.policy.params
-        sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
-        sampling |= {"min_p": params.min_p}
-        rollout = Rollout(task, seed, **sampling)  # pyright: ignore[reportArgumentType]
+        sampling = self.policy.sampling
+        rollout = Rollout(task, seed, **sampling)
         if isinstance(episode, EpisodeFailed):
             rollout.failure, rollout.failure_reason = episode.kind, episode.reason[:500]
             return rollout

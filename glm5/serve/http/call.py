@@ -14,9 +14,9 @@ from glm5.serve.http.keys import ANYONE, Tenant
 @dataclass
 class Call:
     """`session`: the client's X-Session-ID, by which routers send a session to one server, or that of its path, if
-    `is_session_path`. `places`: how many of the
-    server's concurrent answers it occupies, 0 for a route without limits. `num_answers`: how many answers it has
-    requested from the engine. `number`: where another process keeps the limits, the request's number there."""
+    `is_session_path`. `places`: how many of the server's concurrent answers it occupies, 0 for a route without limits.
+    `num_answers`: how many answers it has requested from the engine. `number`: where another process keeps the limits,
+    the request's number there."""
 
     id: str
     tenant: Tenant = ANYONE
