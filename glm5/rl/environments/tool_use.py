@@ -7,9 +7,10 @@ Calls, their arguments and their results are bounded.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
-from glm5.rl.environments.boxes import Box, Boxes
+from glm5.rl.environments.boxes import Box, Boxes, Completed
 from glm5.rl.environments.protocol import Message, Reply, Task, Turn
 
 Tool = Callable[[Mapping[str, Any]], str]
@@ -64,28 +65,42 @@ class ToolEpisode:
 
 
 class LazyBox:
-    """A sandbox that is opened when it is first needed."""
+    """A sandbox that is opened when it is first needed, with `files` in it."""
 
-    def __init__(self, boxes: Boxes) -> None:
-        self._boxes = boxes
+    def __init__(self, boxes: Boxes, files: Mapping[str, bytes] = MappingProxyType({})) -> None:
+        self._boxes, self._files = boxes, files
         self._box: Box | None = None
+
+    def open(self) -> Box:
+        """The box, for those who grade what is in it. Raises EpisodeFailed, SandboxFailed."""
+        if self._box is None:
+            self._box = self._boxes.open()
+            for path, data in self._files.items():
+                self._box.write(path, data)
+        return self._box
 
     def run_python(self, code: str, seconds: float) -> str:
         """What a program prints, its errors included, and what ended it."""
-        if self._box is None:
-            self._box = self._boxes.open()
+        box = self.open()
         try:
-            self._box.write("code.py", code.encode(errors="replace"))
-            done = self._box.run([self._boxes.python, "-B", "code.py"], timeout=seconds)
+            box.write("code.py", code.encode(errors="replace"))
+            return _told(box.run([self._boxes.python, "-B", "code.py"], timeout=seconds))
         except OSError as error:
             raise ValueError(str(error)) from None
-        told = (done.stdout + done.stderr[-MAX_RESULT // 2 :]).decode(errors="replace")
-        return told if done.ended_by == "exit" else f"{told[-MAX_RESULT // 2 :]}\nended by: {done.ended_by}"
+
+    def run_shell(self, command: str, seconds: float) -> str:
+        """The same of a line of shell."""
+        return _told(self.open().run(command, timeout=seconds))
 
     def close(self) -> None:
         with suppress(OSError):
             if self._box is not None:
                 self._box.close()
+
+
+def _told(done: Completed) -> str:
+    told = (done.stdout + done.stderr[-MAX_RESULT // 2 :]).decode(errors="replace")
+    return told if done.ended_by == "exit" else f"{told[-MAX_RESULT // 2 :]}\nended by: {done.ended_by}"
 
 
 def function_tool(name: str, description: str, **arguments: str) -> dict[str, Any]:
