@@ -19,7 +19,7 @@ inline void score_keys(const Layer& layer, const float* q, const float* w, const
         for (int at = 0; at < LANES && first + at < count; ++at)
             for (int lane = 0; lane < lanes; lane += LANES) {
                 Lanes hit = load(hits + (first + at) * lanes + lane);
-                sums[at] += (hit > 0.0f ? hit : Lanes{}) * load(w + lane);
+                sums[at] = multiply_add(hit > 0.0f ? hit : Lanes{}, load(w + lane), sums[at]);
             }
         store_some(score + first, sums_of(sums), std::min(LANES, count - first));
     }

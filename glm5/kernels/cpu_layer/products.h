@@ -37,7 +37,7 @@ inline void add_products(Lanes* sums, const float* const* x, int64_t k, const fl
                          std::integer_sequence<int, VECTOR...>, std::integer_sequence<int, PAIR...>) {
     constexpr int VECTORS = sizeof...(VECTOR);
     const Lanes by[] = {load(panels[VECTOR / PANEL_VECTORS] + VECTOR % PANEL_VECTORS * LANES)...};
-    ((sums[PAIR] += by[PAIR % VECTORS] * x[PAIR / VECTORS][k]), ...);
+    ((sums[PAIR] = multiply_add(by[PAIR % VECTORS], spread(x[PAIR / VECTORS][k]), sums[PAIR])), ...);
 }
 
 template <int ROWS, int VECTORS>

@@ -6,6 +6,12 @@
 #include <utility>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_FMA)
+#include <arm_neon.h>
+#endif
+
 namespace glm5 {
 
 // LANES floats fill a register. A tile of a product keeps MOST_SUMS registers of sums and needs a few more.
@@ -33,6 +39,23 @@ inline Lanes load_some(const float* from, int count) {
     Lanes lanes = {};
     std::memcpy(&lanes, from, count * sizeof(float));
     return lanes;
+}
+
+// The number in every lane. Less nothing: that is no operation, and more nothing is one, for -0.
+inline Lanes spread(float number) { return number - Lanes{}; }
+
+// a * b + c with one rounding, or with two where the processor has no such instruction. Which of the two is said here and
+// not left to the compiler (-ffp-contract=off): it may choose differently for tiles of one row and of six.
+inline Lanes multiply_add(Lanes a, Lanes b, Lanes c) {
+#if defined(__AVX512F__)
+    return Lanes(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif defined(__AVX__) && defined(__FMA__)
+    return Lanes(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#elif defined(__ARM_FEATURE_FMA)
+    return Lanes(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
+#else
+    return a * b + c;
+#endif
 }
 
 inline void store(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof lanes); }
@@ -72,8 +95,8 @@ inline float sum(Lanes lanes) {
 inline float dot(const float* a, const float* b, int width) {
     Lanes sums = {};
     int at = 0;
-    for (; at + LANES <= width; at += LANES) sums += load(a + at) * load(b + at);
-    if (int rest = width - at) sums += load_some(a + at, rest) * load_some(b + at, rest);
+    for (; at + LANES <= width; at += LANES) sums = multiply_add(load(a + at), load(b + at), sums);
+    if (int rest = width - at) sums = multiply_add(load_some(a + at, rest), load_some(b + at, rest), sums);
     return sum(sums);
 }
 
@@ -83,13 +106,11 @@ inline Lanes exponential(Lanes x) {
     Lanes bounded = x < 88.0f ? x : Lanes{} + 88.0f;
     bounded = bounded < -88.0f ? Lanes{} - 88.0f : bounded;
     Lanes n = (bounded * 1.44269504f + ROUND) - ROUND;
-    Lanes r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
-    Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    Lanes r = multiply_add(n, spread(2.12194440e-4f), bounded - n * 0.693359375f);
+    Lanes p = spread(1.9875691500e-4f);
+    for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = multiply_add(p, r, spread(next));
+    p = multiply_add(p * r, r, r) + 1.0f;
     Ints bits = (__builtin_convertvector(n, Ints) + 127) << 23;
     Lanes power;
     std::memcpy(&power, &bits, sizeof power);

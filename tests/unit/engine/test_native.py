@@ -8,9 +8,12 @@ a hundred may differ.
 import copy
 import os
 import platform
+import re
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -246,9 +249,9 @@ def test_without_a_compiler_it_is_said_once_in_a_line(monkeypatch, caplog):
 BUILD = "from glm5.kernels import cpu_layer; print(cpu_layer.library())"
 
 
-def build(home, path: str) -> subprocess.CompletedProcess:
-    env = {"HOME": str(home), "PATH": path}
-    return subprocess.run([sys.executable, "-c", BUILD], env=env, capture_output=True, text=True, timeout=120)
+def build(home, path: str, program: str = BUILD, **more: str) -> subprocess.CompletedProcess:
+    env = {"HOME": str(home), "PATH": path, **more}
+    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
 
 
 def test_a_compiler_that_fails_is_reported_and_leaves_nothing(tmp_path):
@@ -261,6 +264,44 @@ def test_a_compiler_that_fails_is_reported_and_leaves_nothing(tmp_path):
     assert done.stdout.strip() == "None"
     assert "error: no such flag" in done.stderr
     assert [path for path in (tmp_path / ".cache").rglob("*") if path.is_file()] == []
+
+
+DIFFERING_ROWS = """
+from pathlib import Path
+import torch
+from glm5.kernels import cpu_layer
+
+cpu_layer._SOURCE = Path({source!r})
+generator = torch.Generator().manual_seed(0)
+weight, x = (torch.randn(size, 96, generator=generator) for size in (37, 48))
+linear = cpu_layer.PackedLinear(weight)
+alone = torch.cat([linear(row[None]) for row in x])
+print(sum(int((linear(x[:count]) != alone[:count]).any(1).sum()) for count in range(2, 20)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.parametrize("is_left_to_the_compiler", [False, True])
+def test_rows_are_alone_where_a_compiler_avoids_chains_of_fused_products(tmp_path, is_left_to_the_compiler):
+    """As GCC 13 does where it tunes for Sapphire Rapids. Control: a product and a sum that it may fuse or not."""
+    source = Path(shutil.copytree(Path(cpu_layer.__file__).parent, tmp_path / "cpu_layer"), "layer.cpp")
+    extra = "--param avoid-fma-max-bits=256"
+    if is_left_to_the_compiler:
+        vectors = source.with_name("vectors.h")
+        text, count = re.subn(r"return Lanes\(_mm.*", "return a * b + c;", vectors.read_text())
+        assert count == 2
+        vectors.write_text(text)
+        extra += " -ffp-contract=fast"
+    (compiler := tmp_path / "bin" / "c++").parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\nexec {native_code.find_compiler()} "$@" {extra}\n')
+    compiler.chmod(0o755)
+    if subprocess.run([compiler, "--version"], capture_output=True).returncode:
+        pytest.skip("this compiler has no such parameter")
+    path, program = f"{compiler.parent}:{os.environ['PATH']}", DIFFERING_ROWS.format(source=str(source))
+    done = build(tmp_path, path, program, ATEN_CPU_CAPABILITY="avx2")  # registers of 256 bits
+    assert done.returncode == 0, done.stderr
+    assert (int(done.stdout) > 0) == is_left_to_the_compiler
 
 
 @pytest.mark.parametrize(
