@@ -136,6 +136,8 @@ class Rollouts(Section):
     rotation. Default: as the trainer."""
     deterministic: bool = True
     """The engine's deterministic mode: a run can be repeated, and resumed to the same bits."""
+    devices: Annotated[tuple[Name, ...], Field(max_length=64)] = ()
+    """Of the engines, one each, such as ["cuda:1", "cuda:2"] or ["cpu", "cpu"]. Default: one on the trainer's."""
     concurrency: Count | None = None
     """The most conversations at a time. Default: all of a step."""
     kv_cache_gb: Positive | None = None
@@ -266,6 +268,8 @@ class RLRecipe(Section):
             raise ValueError("exact: needs rollouts.deterministic; set both, or exact = false")
         if self.exact and self.rollouts.quantization is not None:
             raise ValueError("exact: an engine with quantized weights computes otherwise; set exact = false")
+        if self.agent is not None and len(self.rollouts.devices) > 1:
+            raise ValueError("rollouts.devices: an agent that is a program has one engine; leave one device")
         if self.lr_warmup_steps >= self.steps:
             raise ValueError(f"lr_warmup_steps {self.lr_warmup_steps} must be below steps {self.steps}")
         return self

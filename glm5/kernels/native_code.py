@@ -23,8 +23,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# No -ffast-math: it would lose NaN, and set the whole process to flush small numbers to zero. No contraction of products
-# and sums: GCC 13 chooses it loop by loop (tuned for Sapphire Rapids), so that a row's bits depend on the rows beside it.
+# No -ffast-math: it would lose NaN, and set the whole process to flush small numbers to zero. No contraction of
+# products and sums: GCC 13, tuned for Sapphire Rapids, chooses it loop by loop, so that rows are not alone.
 _FLAGS = (
     *("-std=gnu++17", "-O3", "-march=native", "-shared", "-fPIC"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),

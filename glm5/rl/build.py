@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from glm5.quantize.run import quantize
 from glm5.rl.environments.protocol import Environment
 from glm5.rl.environments.table import make
 from glm5.rl.rollouts.chat import TokenChat
+from glm5.rl.rollouts.engines import Engines
+from glm5.rl.rollouts.ring import BALANCE
 from glm5.rl.sandbox.backends import Backend
 from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.shown import ShownGames
@@ -54,15 +57,22 @@ class PolicyBuilder:
         """The model that the run begins with, in train mode."""
         return build_model(self.recipe.model, self.cfg, self.recipe.seed, device)
 
-    def engine(self, folder: Path, device: torch.device) -> AsyncEngine:
-        """An engine in a process of its own over the checkpoint in `folder`, quantized as the recipe says."""
+    def engines(self, folder: Path, device: torch.device) -> Engines:
+        """One on each of `rollouts.devices`, by default on the trainer's, over the checkpoint in `folder`."""
+        devices = self.recipe.rollouts.devices or (str(device),)
+        return Engines(lambda number: self.engine(folder, devices[number], len(devices)), len(devices))
+
+    def engine(self, folder: Path, device: str, count: int = 1) -> AsyncEngine:
+        """An engine, one of `count`, in a process of its own over the checkpoint in `folder`, quantized as the recipe
+        says."""
         if self.recipe.rollouts.quantization is not None:
             folder = self._quantized(folder, device)
         cfg, at_once = self.recipe.rollouts, num_rollouts(self.recipe)
-        pages = num_pages(self.recipe) if device.type == "cpu" and cfg.kv_cache_gb is None else None
+        pages = ceil(num_pages(self.recipe) * min(1, BALANCE / count))
+        pages = pages if device == "cpu" and cfg.kv_cache_gb is None else None
         return AsyncEngine(
             folder,
-            device=str(device),
+            device=device,
             max_model_len=cfg.max_model_len,
             max_num_seqs=at_once,
             max_num_batched_tokens=max(at_once, 2048),
@@ -70,10 +80,10 @@ class PolicyBuilder:
             deterministic=cfg.deterministic,
             num_gpu_blocks_override=pages,
             kv_cache_memory_bytes=None if cfg.kv_cache_gb is None else int(cfg.kv_cache_gb * _GIB),
-            num_threads=threads_of(self.recipe, device),
+            num_threads=threads_of(self.recipe, torch.device(device)),
         )
 
-    def _quantized(self, folder: Path, device: torch.device) -> Path:
+    def _quantized(self, folder: Path, device: str) -> Path:
         """The checkpoint in `folder` in the format of rollouts, which later pushes keep."""
         out, scheme = self.out / "quantized", self.recipe.rollouts.quantization
         with writing_to(out):
@@ -83,7 +93,7 @@ class PolicyBuilder:
             out=str(out),
             scheme=scheme,
             method=None if scheme == "fp8" else "minmax",
-            device=str(device),
+            device=device,
             held_out_tokens=0,
             restart=True,
         )

@@ -160,16 +160,16 @@ class Rates:
 async def _sample(builder: PolicyBuilder, device: torch.device, rates: Rates, column: str) -> None:
     """Measure with the builder's policy."""
     recipe, sandbox = builder.recipe, builder.sandbox(unsafe_local=rates.settings.unsafe_local)
-    engine = await asyncio.to_thread(builder.engine, _checkpoint(builder, device), device)
+    engines = builder.engines(_checkpoint(builder, device), device)
     workers = EnvironmentWorkers(list(builder.environments), num_workers=recipe.workers, sandbox=sandbox)
     try:
-        engine.start()
+        await asyncio.to_thread(engines.start)
         async with workers:
-            await measure(Harness(Policy(engine, recipe.rollouts), workers, builder.chat), recipe, rates, column)
+            await measure(Harness(Policy(engines, recipe.rollouts), workers, builder.chat), recipe, rates, column)
     except ExceptionGroup as error:
         raise cause_of(error) from error
     finally:
-        await asyncio.to_thread(engine.close)
+        await engines.close()
 
 
 async def measure(harness: Harness, recipe: RLRecipe, rates: Rates, column: str) -> None:

@@ -41,6 +41,7 @@ from glm5.rl.records.store import RecordWriter
 from glm5.rl.report import REPORT, write_report
 from glm5.rl.rollout import Group
 from glm5.rl.rollouts.collect import AnyHarness, Draw, cause_of, collect
+from glm5.rl.rollouts.engines import Engines
 from glm5.rl.rollouts.harness import Harness
 from glm5.rl.rollouts.policy import Policy
 from glm5.rl.rollouts.program import Gateway, ProgramHarness
@@ -112,7 +113,7 @@ class Run:
         self.trainer = PolicyTrainer(recipe, self.builder, device)
         self.tasks = self.builder.tasks
         self.number = self.saved = 0
-        self.engine: AsyncEngine | None = None
+        self.engines: Engines | None = None
         self.open_gateway = open_gateway
         self.gateway, self.gateways = None, ExitStack()
         self.has_restarted = False
@@ -154,8 +155,8 @@ class Run:
                     if self.rollouts is not None:
                         await self.rollouts.cancel()
                     await asyncio.to_thread(self.gateways.close)
-                    if self.engine is not None:
-                        await asyncio.to_thread(self.engine.close)
+                    if self.engines is not None:
+                        await self.engines.close()
         with writing_to(self.out / REPORT):
             write_report(self.out, self.recipe)
         return self.folder
@@ -197,6 +198,8 @@ class Run:
             figures |= {"push/gb_s": rate, "push/stopped_s": self.pushed["stopped_seconds"]}
         if self.rollouts is not None:
             figures |= self.rollouts.figures()
+        if self.recipe.rollouts.devices:
+            figures["engines/lost"] = self.harness.policy.engines.num_lost
         self.watch.step(self.number, figures)
 
     def _speed(self, trained: Trained, seconds: float) -> dict[str, float]:
@@ -225,7 +228,7 @@ class Run:
 
     async def _evaluate(self) -> None:
         cfg = self.recipe.evaluation
-        policy = Policy(self.harness.policy.engine, self.recipe.rollouts, greedy=cfg.samples == 1)
+        policy = Policy(self.harness.policy.engines, self.recipe.rollouts, greedy=cfg.samples == 1)
         harness, found = self._harness(policy), dict[str, float]()
         for prefix, draws in self.tasks.evaluated().items():
             found |= await evaluate(harness, draws, cfg.samples, self.recipe.seed, prefix)
@@ -236,9 +239,9 @@ class Run:
         version, cfg = self.recipe.version_at(self.number), self.recipe.asynchronous
         if self.version == version:
             return
-        engine, policy = self.harness.policy.engine, "recompute" if cfg is None else cfg.policy
-        await engine.update_weights(self.trainer.weights(), policy=policy, version=version)
-        self.version, self.pushed = version, (await engine.stats())["last_push"]
+        engines, policy = self.harness.policy.engines, "recompute" if cfg is None else cfg.policy
+        self.pushed = await engines.update_weights(self.trainer.weights(), policy=policy, version=version)
+        self.version = version
         if self.rollouts is not None:
             self.rollouts.pushed(version)
 
@@ -275,16 +278,17 @@ class Run:
         if self.rollouts is not None:
             await self.rollouts.cancel()
         await asyncio.to_thread(self.gateways.close)
-        if self.engine is not None:
-            await asyncio.to_thread(self.engine.close)
-        self.engine = await asyncio.to_thread(self.builder.engine, self.folder, self.device)
-        self.engine.start()
-        self.trainer.check(self.engine.info.arithmetic)
+        if self.engines is not None:
+            await self.engines.close()
+        self.engines = engines = self.builder.engines(self.folder, self.device)
+        await asyncio.to_thread(engines.start)
+        for engine in engines.alive:
+            self.trainer.check(engine.info.arithmetic)
         if self.recipe.agent is not None:
             assert self.open_gateway is not None, "a recipe with an agent needs open_gateway"
-            opened = self.open_gateway(self.engine, self.builder.template, self.builder.tokenizer)
+            opened = self.open_gateway(engines.alive[0], self.builder.template, self.builder.tokenizer)
             self.gateway = self.gateways.enter_context(opened)
-        self.harness = self._harness(Policy(self.engine, self.recipe.rollouts))
+        self.harness = self._harness(Policy(engines, self.recipe.rollouts))
         if self.rollouts is not None:
             self.rollouts.play_with(self.harness)
         self.version, self.pushed = 0, None

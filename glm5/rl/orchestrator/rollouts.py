@@ -140,8 +140,7 @@ class AsyncRollouts:
 
     async def _adapt(self) -> None:
         assert self.harness is not None
-        pages = (await self.harness.policy.engine.stats())["pages"]
-        self.concurrency.observe(pages["in_use"] / pages["all"])
+        self.concurrency.observe(await self.harness.policy.engines.usage())
         self.dispatcher.concurrency = self.concurrency.allowed
 
     def _episode_ended(self, number: int, episode: int) -> None:

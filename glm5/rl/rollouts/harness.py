@@ -51,19 +51,23 @@ class Harness:
         episodes = [one for one in begun if not isinstance(one, EpisodeFailed)]
         players = [_Player(self, task, seed, number, one, on_episode) for number, one in enumerate(begun)]
         try:
-            if len(episodes) == count > 1 and all(one.messages == episodes[0].messages for one in episodes):
-                await self._play_together(players, seed)
-            else:
-                await _all(player.play() for player in players)
+            with self.policy.engines.held(seed, count):
+                await self._play_all(players, episodes, seed)
         finally:
             await asyncio.gather(*(episode.close() for episode in episodes if not episode.is_closed))
         return [player.rollouts for player in players]
+
+    async def _play_all(self, players: Sequence["_Player"], episodes: Sequence[RemoteEpisode], seed: int) -> None:
+        if len(episodes) == len(players) > 1 and all(one.messages == episodes[0].messages for one in episodes):
+            await self._play_together(players, seed)
+        else:
+            await _all(player.play() for player in players)
 
     async def _play_together(self, players: Sequence["_Player"], seed: int) -> None:
         """The first replies in one request; each goes on by itself once it has its own."""
         prompt, *_ = [player.begin() for player in players]
         async with asyncio.TaskGroup() as group:
-            async for number, own_seed, sampled in self.policy.replies(prompt, seed, len(players)):
+            async for number, own_seed, sampled in self.policy.replies(prompt, seed, len(players), seed):
                 group.create_task(players[number].play(sampled, own_seed))
 
 
@@ -124,9 +128,8 @@ class _Player:
                 if self.harness.policy.room(len(seat.token_ids)) < 1:
                     seat.rollout.is_truncated = True
                     return  # the context is full: no reward
-                sampled = await self.harness.policy.reply(
-                    seat.token_ids, seed_of(self.seed, self.number, seat_number, num_turns)
-                )
+                own_seed = seed_of(self.seed, self.number, seat_number, num_turns)
+                sampled = await self.harness.policy.reply(seat.token_ids, own_seed, self.seed)
             turn = await episode.step(self._said(seat, sampled))
             num_turns, sampled = num_turns + 1, None
             if not turn.is_done:

@@ -1,22 +1,28 @@
 """The policy as rollouts see it: tokens in, sampled tokens with their log-probabilities and weight versions out."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from glm5.common.errors import EngineDead
 from glm5.config.rl import Rollouts
-from glm5.engine import AsyncEngine, SamplingParams
+from glm5.engine import SamplingParams
 from glm5.engine.sampling.params import MAX_N, answer_seeds
-from glm5.rl.segments import Experts, Segment
+from glm5.rl.rollouts.engines import Engines
+from glm5.rl.segments import Experts, Segment, seed_of
+
+_INTERVAL = 32
+"""Tokens of an answer that an engine which ends may take with it, where there are others to go on."""
 
 
 @dataclass
 class Sampled:
     """A reply: its tokens with the one that ended it, log-probabilities of the distribution that they were drawn from,
     and the version of the weights of each. `is_truncated`: the tokens ran out before its end. `kept`: where sampling
-    leaves tokens out, the mask of those that each was drawn from (`kept_ids`)."""
+    leaves tokens out, the mask of those that each was drawn from (`kept_ids`). `has_ended`: it is all there."""
 
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -24,6 +30,7 @@ class Sampled:
     is_truncated: bool = False
     experts: Experts | None = None
     kept: list[bytes] = field(default_factory=list[bytes])
+    has_ended: bool = False
 
     def segment(self, parent: int | None) -> Segment:
         tokens = self.token_ids, parent, True, self.logprobs, self.versions
@@ -31,14 +38,22 @@ class Sampled:
 
 
 class Policy:
-    """Samples replies from an engine, as the recipe's `[rollouts]` say. Raises EngineDead, as the engine does."""
+    """Samples replies from engines, as the recipe's `[rollouts]` say. Raises EngineDead where none is left.
 
-    def __init__(self, engine: AsyncEngine, cfg: Rollouts, *, greedy: bool = False) -> None:
-        self.engine, self.cfg = engine, cfg
+    `key`: of the group that asks, which has one engine (`Engines.held`). Where that ends, its answers go on elsewhere
+    after the tokens that it has given, with seeds of their own.
+    """
+
+    def __init__(self, engines: Engines, cfg: Rollouts, *, greedy: bool = False) -> None:
+        self.engines, self.cfg = engines, cfg
         cuts = {} if greedy else {"top_p": cfg.top_p, "top_k": cfg.top_k, "min_p": cfg.min_p}
         temperature = 0.0 if greedy else cfg.temperature
         self.params = SamplingParams(
-            temperature=temperature, logprobs=0, detokenize=False, output_kind="FINAL_ONLY", **cuts
+            temperature=temperature,
+            logprobs=0,
+            detokenize=False,
+            output_kind="FINAL_ONLY" if engines.count == 1 else "DELTA",
+            **cuts,
         )
 
     @property
@@ -51,24 +66,57 @@ class Policy:
         return min(self.cfg.max_tokens, self.cfg.max_model_len - num_prompt)
 
     async def replies(
-        self, prompt_ids: Sequence[int], seed: int, count: int
+        self, prompt_ids: Sequence[int], seed: int, count: int, key: int
     ) -> AsyncIterator[tuple[int, int, Sampled]]:
         """`count` replies to one prompt, which is computed once: (index, seed, reply) as each ends."""
         for first in range(0, count, MAX_N):
             n = min(MAX_N, count - first)
             seeds = answer_seeds(seed + first, n)
-            async for index, sampled in self._sample(prompt_ids, seed + first, n):
+            async for index, sampled in self._sample(prompt_ids, seed + first, n, key):
                 yield first + index, seeds[index], sampled
 
-    async def reply(self, prompt_ids: Sequence[int], seed: int) -> Sampled:
+    async def reply(self, prompt_ids: Sequence[int], seed: int, key: int) -> Sampled:
         """A reply."""
-        found = [sampled async for _, sampled in self._sample(prompt_ids, seed, 1)]
+        found = [sampled async for _, sampled in self._sample(prompt_ids, seed, 1, key)]
         return found[0]
 
-    async def _sample(self, prompt_ids: Sequence[int], seed: int, n: int) -> AsyncIterator[tuple[int, Sampled]]:
-        params = self.params.but(seed=seed, n=n, max_tokens=self.room(len(prompt_ids)))
+    async def _sample(
+        self, prompt_ids: Sequence[int], seed: int, n: int, key: int
+    ) -> AsyncIterator[tuple[int, Sampled]]:
         answers = [Sampled() for _ in range(n)]
-        async with self.engine.generate(prompt_ids, params, sampling_mask=params.truncates) as deltas:
+        try:
+            async for index in self._draw(prompt_ids, answers, seed, key):
+                yield index, answers[index]
+        except EngineDead:
+            if self.engines.stopped_because is not None:
+                raise
+        rest = [index for index, answer in enumerate(answers) if not answer.has_ended]
+        seeds = answer_seeds(seed, n)
+        going = [self._go_on(prompt_ids, answers[index], seeds[index], key) for index in rest]
+        for index, sampled in zip(rest, await asyncio.gather(*going), strict=True):
+            yield index, sampled
+
+    async def _go_on(self, prompt_ids: Sequence[int], answer: Sampled, seed: int, key: int) -> Sampled:
+        """The rest of an answer whose engine ended."""
+        while not answer.has_ended:
+            given, own_seed = [*prompt_ids, *answer.token_ids], seed_of(seed, len(answer.token_ids))
+            try:
+                async for _ in self._draw(given, [answer], own_seed, key):
+                    pass
+            except EngineDead:
+                if self.engines.stopped_because is not None:
+                    raise
+        return answer
+
+    async def _draw(
+        self, prompt_ids: Sequence[int], answers: Sequence[Sampled], seed: int, key: int
+    ) -> AsyncIterator[int]:
+        """Add to the answers, by one request; the index of each as it ends. `prompt_ids` end with what an only answer
+        has already."""
+        left = min(self.room(len(prompt_ids)), self.cfg.max_tokens - len(answers[0].token_ids))
+        params = self.params.but(seed=seed, n=len(answers), max_tokens=left)
+        options = {"sampling_mask": params.truncates, "stream_interval": _INTERVAL}
+        async with self.engines.of(key).generate(prompt_ids, params, **options) as deltas:
             async for delta in deltas:
                 answer = answers[delta.index]
                 answer.token_ids += delta.token_ids
@@ -79,5 +127,5 @@ class Policy:
                     rows = np.frombuffer(routed.experts, dtype="<i2").reshape(routed.shape)
                     answer.experts = rows if answer.experts is None else np.concatenate([answer.experts, rows])
                 if delta.finish_reason is not None:
-                    answer.is_truncated = delta.finish_reason == "length"
-                    yield delta.index, answer
+                    answer.is_truncated, answer.has_ended = delta.finish_reason == "length", True
+                    yield delta.index

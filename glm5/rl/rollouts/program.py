@@ -94,7 +94,7 @@ class ProgramHarness:
                 raise EpisodeFailed("harness", "the environment asks for another turn, which a program cannot take")
             rollout.rewards, rollout.metrics = dict(turn.rewards), dict(turn.metrics)
         except EpisodeFailed as failure:
-            if (reason := self.policy.engine.stopped_because) is not None:
+            if (reason := self.policy.engines.stopped_because) is not None:
                 raise EngineDead(reason) from None  # not the program's fault
             rollout.failure, rollout.failure_reason = failure.kind, failure.reason[:500]
         finally:
