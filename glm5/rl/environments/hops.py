@@ -1,8 +1,8 @@
 """Questions of several hops through the graph behind a web, and the report's three filters (section 4.2.3).
 
 A question names one entity and describes others by relations: "the year in which the publisher of X began". Candidates
-are all entities by all chains of relations of a level, in a shuffled order. Each question has candidates of its own, and
-is the first of them that no filter drops:
+are all entities by all chains of relations of a level, in a shuffled order. Each question has candidates of its own,
+and is the first of them that no filter drops:
 
     guessed        a reasoner without tools is right in one of 8 tries, by what is the answer most often
     found_at_once  a weak agent has the evidence after one search with the question and a look at the best three pages
@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from glm5.rl.environments.families import shuffled
-from glm5.rl.environments.web import FACTS, Fact, Web
+from glm5.rl.environments.web import Fact, Web, parts
 
 QUESTIONS = 5000
 """Of a level and web."""
@@ -27,79 +27,59 @@ TOP, RESULTS = 3, 8
 
 
 class Relation(NamedTuple):
-    """From an entity of kind `source` to one of kind `target`, or a number (""): by a fact of its own or (`is_inverse`)
-    of those that refer to it. `by`: of two or more the one with the least or greatest of this fact, or the difference.
-    """
+    """From a kind to another or a number (""): by a fact "of" the entity, or of those that refer "to" it. `by`: of two
+    or more the one with the "min" or "max" of this fact, or the "difference"."""
 
     source: str
     target: str
     fact: str
+    way: str
     phrase: str
-    is_inverse: bool = False
     by: str = ""
-    pick: Literal["", "min", "max", "difference"] = ""
+    pick: str = ""
 
 
 Chain = tuple[Relation, ...]
-RELATIONS = (
-    *(
-        Relation(one.kind, one.domain if isinstance(one.domain, str) else "", one.fact, one.phrase)
-        for one in FACTS
-        if one.phrase
-    ),
-    *(Relation(str(one.domain), one.kind, one.fact, one.inverse, is_inverse=True) for one in FACTS if one.inverse),
-)
-CHOICES = (
-    Relation("company", "person", "founders", "the older founder of {}", by="born", pick="min"),
-    Relation("company", "person", "founders", "the younger founder of {}", by="born", pick="max"),
-    Relation(
-        "company", "", "founders", "the years between the births of the founders of {}", False, "born", "difference"
-    ),
-    Relation("person", "novel", "author", "the first novel by {}", True, "published", "min"),
-    Relation("person", "novel", "author", "the latest novel by {}", True, "published", "max"),
-    Relation("company", "novel", "publisher", "the first novel from {}", True, "published", "min"),
-)
-"""Relations that compare."""
 
 
 @dataclass(frozen=True)
 class Question:
     """`steps`: a search, "" where a link leads on, with the facts on the pages that are opened then. `is_unique`:
-    each relation leads to one entity or number. `difference`: the two years that the answer lies between."""
+    each relation leads to one entity or number. `years`: those that the answer is the difference of."""
 
     text: str
     answer: str
-    relation: Relation
+    last: Relation
     steps: Sequence[tuple[str, list[Fact]]]
     is_unique: bool
-    difference: Sequence[int] = ()
+    years: Sequence[int]
 
 
 def asked(web: Web, start: str, chain: Chain) -> Question | None:
     """The question of a walk; None where it leads nowhere or back, or compares one thing with itself."""
-    at, text, is_unique, years = start, start, True, dict[str, int]()
-    steps, been = list[tuple[str, list[Fact]]](), {start}
+    been, text, is_unique, years = [start], start, True, list[int]()
+    steps = list[tuple[str, list[Fact]]]()
     for one in chain:
-        names = web.holders.get((one.fact, at), []) if one.is_inverse else [at]
-        ends = names if one.is_inverse else web.values[at, one.fact]
-        query = f"{at} {one.target}" if one.is_inverse else "" if steps else at
+        at = been[-1]
+        names = [at] if one.way == "of" else web.holders.get((one.fact, at), [])
+        ends = web.values[at, one.fact] if one.way == "of" else names
+        query = f"{at} {one.target}" if one.way == "to" else "" if steps else at
         steps.append((query, [(name, one.fact) for name in names]))
-        if one.by and len(ends) > 1:
+        years = [int(web.values[end, one.by][0]) for end in ends] if one.by else []
+        if len(ends) < 1 + bool(one.by):
+            return None
+        if one.by:
             steps.append(("", [(end, one.by) for end in ends]))
-            years = {end: int(web.values[end, one.by][0]) for end in ends}
-            least, most = min(years.values()), max(years.values())
-            wanted = least if one.pick == "min" else most
-            ends = [str(most - least)] if one.pick == "difference" else [end for end in ends if years[end] == wanted]
-        elif one.by or not ends:
+            best = min(years) if one.pick == "min" else max(years)
+            ends = [end for end, year in zip(ends, years, strict=True) if year == best]
+        end = str(max(years) - min(years)) if one.pick == "difference" else ends[0]
+        if end in been:
             return None
-        at, text, is_unique = ends[0], one.phrase.format(text), is_unique and len(ends) == 1
-        if at in been:
-            return None
-        been.add(at)
+        been.append(end)
+        text, is_unique = one.phrase.format(text), is_unique and (len(ends) == 1 or one.pick == "difference")
     last = chain[-1]
     text = f"What is {'the name of ' if last.target else ''}{text}?"
-    difference = [*years.values()] if last.pick == "difference" else ()
-    return Question(text, at, last, steps, is_unique, difference)
+    return Question(text, been[-1], last, steps, is_unique, years if last.pick == "difference" else ())
 
 
 class Asker:
@@ -107,10 +87,11 @@ class Asker:
 
     def __init__(self, web: Web) -> None:
         self.web = web
-        four = [one for one in _chains(4, RELATIONS + CHOICES) if set(one) & set(CHOICES)]
+        relations, choices = ([Relation(*one) for one in parts()[name]] for name in ("relations", "choices"))
+        hard = [chain for chain in _chains(4, relations + choices) if set(chain) & set(choices)]
         self._levels = [
             (chains, list(accumulate(len(web.names[one[0].source]) for one in chains)))
-            for chains in (_chains(2, RELATIONS), _chains(3, RELATIONS), four)
+            for chains in (_chains(2, relations), _chains(3, relations), hard)
         ]
         self._frequent: dict[Relation, list[str]] = {}
 
@@ -125,8 +106,7 @@ class Asker:
             more, attempt = divmod(attempt, until[-1] // QUESTIONS)
             place = shuffled(attempt * QUESTIONS + (number + more) % QUESTIONS, until[-1])
             chain = chains[which := bisect(until, place)]
-            found = asked(self.web, self.web.names[chain[0].source][place - until[which]], chain)
-            if found is not None:
+            if (found := asked(self.web, self.web.names[chain[0].source][place - until[which]], chain)) is not None:
                 yield found
 
     def dropped_by(self, question: Question) -> str | None:
@@ -135,31 +115,28 @@ class Asker:
         return next((one.__name__ for one in filters if one(question)), None)
 
     def guessed(self, question: Question) -> bool:
-        """Whether a reasoner without tools is right in one of TRIES: with what answers such questions most often."""
-        relation = question.relation
-        if relation not in self._frequent:
-            all_asked = (asked(self.web, name, (relation,)) for name in self.web.names[relation.source])
+        """Whether the answer is among the TRIES most frequent ones to such questions."""
+        last = question.last
+        if last not in self._frequent:
+            all_asked = (asked(self.web, name, (last,)) for name in self.web.names[last.source])
             answers = Counter(one.answer for one in all_asked if one is not None)
-            self._frequent[relation] = [answer for answer, _ in answers.most_common(TRIES)]
-        return question.answer in self._frequent[relation]
+            self._frequent[last] = [answer for answer, _ in answers.most_common(TRIES)]
+        return question.answer in self._frequent[last]
 
     def found_at_once(self, question: Question) -> bool:
-        """Whether a weak agent has the last step's facts: on the best TOP pages of a search with the question."""
+        """Whether the last step's facts stand on the best TOP pages of a search with the question."""
         opened = {*self.web.search(question.text, TOP)}
         return all(opened & {page for page, _ in self.web.said[fact]} for fact in question.steps[-1][1])
 
     def rejected(self, question: Question) -> bool:
-        """Whether verification fails: a step has several ends, a page contradicts a fact that is used, or a search does
-        not show a page that is needed."""
-        facts = [fact for _, facts in question.steps for fact in facts]
+        """Whether a step has several ends, a page contradicts a fact, or a search does not show a page it should."""
+        web = self.web
+        facts = [fact for _, found in question.steps for fact in found]
+        searched = [(query, {name for name, _ in found}) for query, found in question.steps if query]
         return (
             not question.is_unique
-            or any({value for _, value in self.web.said[fact]} != {*self.web.values[fact]} for fact in facts)
-            or any(
-                not {name for name, _ in facts} <= {*self.web.search(query, RESULTS)}
-                for query, facts in question.steps
-                if query
-            )
+            or any({value for _, value in web.said[fact]} != {*web.values[fact]} for fact in facts)
+            or any(not names <= {*web.search(query, RESULTS)} for query, names in searched)
         )
 
 
@@ -167,10 +144,6 @@ def _chains(length: int, relations: Sequence[Relation]) -> list[Chain]:
     """Chains of relations that fit each other; no fact is followed back at once."""
     found: list[Chain] = [(one,) for one in relations]
     for _ in range(length - 1):
-        found = [
-            (*chain, one)
-            for chain in found
-            for one in relations
-            if chain[-1].target == one.source and chain[-1].fact != one.fact
-        ]
+        pairs = ((chain, one) for chain in found for one in relations if chain[-1].target == one.source)
+        found = [(*chain, one) for chain, one in pairs if chain[-1].fact != one.fact]
     return found

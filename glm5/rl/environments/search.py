@@ -9,7 +9,7 @@ Each block of seeds has a web of its own, so that held-out tasks are about anoth
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from threading import Lock
@@ -20,7 +20,7 @@ from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.hops import QUESTIONS, RESULTS, Asker, Question
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
 from glm5.rl.environments.tool_use import LazyBox, Tool, ToolEpisode, call, function_tool
-from glm5.rl.environments.web import Web, web_of
+from glm5.rl.environments.web import Web
 
 SECONDS = 5.0
 NUM_TURNS = 40
@@ -49,13 +49,17 @@ class Search(Environment):
     def reset(self, task: Task) -> ToolEpisode:
         box, web = LazyBox(self._boxes), self._asker(task.data["web"]).web
         tools: dict[str, Tool] = {
-            "search": lambda given: _searched(web, _text(given, "query")),
-            "open": lambda given: _page(web, given),
-            "find": lambda given: _found(_page(web, given), _text(given, "text")),
-            "python": lambda given: box.run_python(_text(given, "code"), SECONDS),
+            "search": lambda given: _searched(web, given["query"]),
+            "open": lambda given: _page(web, given["page"]),
+            "find": lambda given: _found(_page(web, given["page"]), given["text"]),
+            "python": lambda given: box.run_python(given["code"], SECONDS),
         }
         offered = {tool["function"]["name"]: tools[tool["function"]["name"]] for tool in task.tools}
-        return ToolEpisode(task, offered, lambda reply: _scored(reply, task.data["answer"]), NUM_TURNS, box)
+
+        def score(reply: Reply) -> Turn:
+            return Turn(is_done=True, rewards={"right": float(is_answer(reply.content, task.data["answer"]))})
+
+        return ToolEpisode(task, offered, score, NUM_TURNS, box)
 
     def oracle(self, task: Task) -> Sequence[Reply]:
         return [*(Reply("", tool_calls=[each]) for each in task.data["calls"]), Reply(task.data["answer"])]
@@ -67,7 +71,7 @@ class Search(Environment):
 
 @lru_cache(maxsize=2)
 def _asker_of(web: int) -> Asker:
-    return Asker(web_of(web))
+    return Asker(Web(web))
 
 
 def is_answer(content: str, answer: str) -> bool:
@@ -81,25 +85,15 @@ def _plain(name: str) -> str:
     return " ".join(re.findall(r"\w+", name.lower())).removeprefix("the ")
 
 
-def _scored(reply: Reply, answer: str) -> Turn:
-    return Turn(is_done=True, rewards={"right": float(is_answer(reply.content, answer))})
-
-
 def _calls(question: Question) -> list[dict[str, Any]]:
     """What finds the evidence, and computes a difference."""
     calls = list[dict[str, Any]]()
     for query, facts in question.steps:
         calls += [call("search", query=query)] if query else []
         calls += [call("open", page=page) for page, _ in facts]
-    if question.difference:
-        calls.append(call("python", code="print(abs({} - {}))".format(*question.difference)))
+    if question.years:
+        calls.append(call("python", code="print(abs({} - {}))".format(*question.years)))
     return [one for number, one in enumerate(calls) if one not in calls[:number]]
-
-
-def _text(given: Mapping[str, Any], name: str) -> str:
-    if not isinstance(given[name], str):
-        raise ValueError(f"{name} must be text, not {type(given[name]).__name__}")
-    return given[name]
 
 
 def _searched(web: Web, query: str) -> str:
@@ -107,8 +101,8 @@ def _searched(web: Web, query: str) -> str:
     return "\n".join(lines) or "nothing fits"
 
 
-def _page(web: Web, given: Mapping[str, Any]) -> str:
-    title = _text(given, "page").strip(" []")
+def _page(web: Web, title: str) -> str:
+    title = title.strip(" []")
     if title not in web.pages:
         raise ValueError(f"no page is called {title!r:.80}; search shows titles")
     return web.pages[title]
