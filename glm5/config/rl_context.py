@@ -1,10 +1,4 @@
-"""`[rollouts.context]`: what is done when a conversation with tools grows long.
-
-keep_recent = 5                            results of earlier calls are left out
-discard_above = 32_000                     all calls are, and the conversation begins again
-keep_recent = 5, discard_above = 32_000    both, as the report's search agents (section 4.2.4)
-compact_below = 8_000                      the policy writes a summary in place of them (CompactionRL)
-"""
+"""`[rollouts.context]`: what is done when a conversation with tools grows long (docs/rl-search.md)."""
 
 from typing import Annotated, Self
 
@@ -16,7 +10,8 @@ Count = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class Context(Section):
-    """One of the four ways above. What follows the last message that is no tool's is edited, never what is before."""
+    """keep_recent, discard_above or both, as the report's search agents (section 4.2.4); or compact_below (CompactionRL).
+    What follows the last message that is no tool's is edited, never what is before."""
 
     keep_recent: Count | None = None
     """Replies whose tools' results are kept; those of earlier ones are replaced by a sentence. The report: 5."""

@@ -2,18 +2,14 @@
 
 A question names one entity and describes others by relations: "the year in which the publisher of X began". Candidates
 are all entities by all chains of relations of a level, in a shuffled order. Each question has candidates of its own,
-and is the first of them that no filter drops:
-
-    guessed        a reasoner without tools is right in one of 8 tries, by what is the answer most often
-    found_at_once  a weak agent has the evidence after one search with the question and a look at the best three pages
-    rejected       verification: another answer fits too, a page contradicts the evidence, or searches do not show it
+and is the first of them that no filter drops.
 """
 
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate, product
 from typing import NamedTuple
 
 from glm5.rl.environments.families import shuffled
@@ -100,11 +96,12 @@ class Asker:
         return next(one for one in self.candidates(number, level) if self.dropped_by(one) is None)
 
     def candidates(self, number: int, level: int) -> Iterator[Question]:
-        """Those of a question, and after these, should all be dropped, those of the next."""
+        """Those of a question; after these, should all be dropped, those of the next ones, the last first."""
         chains, until = self._levels[level]
-        for attempt in count():
-            more, attempt = divmod(attempt, until[-1] // QUESTIONS)
-            place = shuffled(attempt * QUESTIONS + (number + more) % QUESTIONS, until[-1])
+        most = until[-1] // QUESTIONS
+        for further, attempt in product(range(QUESTIONS), range(most)):
+            row = most - 1 - attempt if further else attempt
+            place = shuffled(row * QUESTIONS + (number + further) % QUESTIONS, until[-1])
             chain = chains[which := bisect(until, place)]
             if (found := asked(self.web, self.web.names[chain[0].source][place - until[which]], chain)) is not None:
                 yield found
@@ -115,7 +112,7 @@ class Asker:
         return next((one.__name__ for one in filters if one(question)), None)
 
     def guessed(self, question: Question) -> bool:
-        """Whether the answer is among the TRIES most frequent ones to such questions."""
+        """Whether a reasoner without tools is right in TRIES: with the most frequent answers to such questions."""
         last = question.last
         if last not in self._frequent:
             all_asked = (asked(self.web, name, (last,)) for name in self.web.names[last.source])
@@ -124,12 +121,12 @@ class Asker:
         return question.answer in self._frequent[last]
 
     def found_at_once(self, question: Question) -> bool:
-        """Whether the last step's facts stand on the best TOP pages of a search with the question."""
+        """Whether a weak agent has the last step's facts: on the best TOP pages of a search with the question."""
         opened = {*self.web.search(question.text, TOP)}
         return all(opened & {page for page, _ in self.web.said[fact]} for fact in question.steps[-1][1])
 
     def rejected(self, question: Question) -> bool:
-        """Whether a step has several ends, a page contradicts a fact, or a search does not show a page it should."""
+        """Whether verification finds another answer, a page that contradicts a fact, or a page that no search shows."""
         web = self.web
         facts = [fact for _, found in question.steps for fact in found]
         searched = [(query, {name for name, _ in found}) for query, found in question.steps if query]

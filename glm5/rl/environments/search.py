@@ -1,10 +1,5 @@
 """Questions about a generated web, in three levels: two hops, three, and four with comparisons and differences.
 
-search(query)       titles of the pages that fit best, each with its first line
-open(page)          a page's text; what stands in [brackets] has a page of its own
-find(page, text)    the lines of a page that contain a text
-python(code)        runs in a sandbox; at the last level only
-
 Each block of seeds has a web of its own, so that held-out tasks are about another one than trained tasks.
 """
 
@@ -20,14 +15,13 @@ from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.hops import QUESTIONS, RESULTS, Asker, Question
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
 from glm5.rl.environments.tool_use import LazyBox, Tool, ToolEpisode, call, function_tool
+from glm5.rl.environments.tools import PYTHON, SECONDS
 from glm5.rl.environments.web import Web
 
-SECONDS = 5.0
 NUM_TURNS = 40
 SEARCH = function_tool("search", "Search the web; you get titles of pages.", query="words")
 OPEN = function_tool("open", "Read a page. What stands in [brackets] has a page of its own.", page="its title")
 FIND = function_tool("find", "Get the lines of a page that contain a text.", page="its title", text="the text")
-PYTHON = function_tool("python", "Run a program; you get what it prints.", code="Python 3")
 HOW = " Search the web. Your last message must be the answer alone: a name, or a number."
 
 

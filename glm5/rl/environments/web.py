@@ -25,8 +25,8 @@ def parts() -> dict[str, Any]:
 
 
 class Web:
-    """The web of a seed. `pages`: texts by title. `names`: of the entities of a kind. `values`: of each fact; `holders`:
-    the entities with that fact and value; `said`: the pages that state a fact, each with the value that it gives."""
+    """The web of a seed. `pages`: texts by title. `names`: of a kind's entities. `values`: of each fact; `holders`: the
+    entities with that fact and value; `said`: the pages that state a fact, each with the value that it gives."""
 
     def __init__(self, seed: int) -> None:
         self.pages, self.names = dict[str, str](), dict[str, list[str]]()

@@ -93,14 +93,10 @@ class Conversation:
         self._tell([told])
         self.rollout.messages.append(told)
         room = self._cfg.max_model_len - len(self.token_ids) - (context.compact_below or 0)
-        kept = list[_Step]()
-        for step in reversed(self._steps[len(self._steps) - min(context.keep_steps, len(self._steps)) :]):
-            room -= sum(len(self.rollout.tree.segments[one].token_ids) for one in (step.reply, step.results))
-            if room < 0:
-                break
-            kept.insert(0, step)
-        self._steps = kept
-        for step in kept:
+        self._steps = self._steps[max(0, len(self._steps) - context.keep_steps) :]
+        while self._steps and sum(self._size(one.reply) + self._size(one.results) for one in self._steps) > room:
+            self._steps = self._steps[1:]
+        for step in self._steps:
             step.reply, step.results = self._copy(step.reply), self._copy(step.results)
 
     def close(self) -> None:
@@ -130,6 +126,9 @@ class Conversation:
     def _copy(self, segment: int) -> int:
         """Add the tokens of a segment again, as context."""
         return self.add(Segment(list(self.rollout.tree.segments[segment].token_ids)))
+
+    def _size(self, segment: int) -> int:
+        return len(self.rollout.tree.segments[segment].token_ids)
 
     def _go_to(self, leaf: int) -> None:
         self.leaf, self.token_ids = leaf, self.rollout.tree.token_ids(leaf)

@@ -22,7 +22,7 @@ from glm5.rl.environments.web import Web, parts
 from tests.unit.rl.boxes import WITHIN
 
 SEARCH = make("search", WITHIN)
-KEYS = "KEYS_OF_TASKS"  # of the first 12 tasks of every level
+KEYS = "cf2b91c231234aca"  # of the first 12 tasks of every level
 
 
 @pytest.fixture(scope="module")
