@@ -10,8 +10,8 @@ Count = Annotated[int, Field(ge=1, le=2**24)]
 
 
 class Context(Section):
-    """keep_recent, discard_above or both, as the report's search agents (section 4.2.4); or compact_below (CompactionRL).
-    What follows the last message that is no tool's is edited, never what is before."""
+    """keep_recent, discard_above or both (GLM-5 report, section 4.2.4), or compact_below (CompactionRL). What follows
+    the last message that is no tool's is edited, never what is before."""
 
     keep_recent: Count | None = None
     """Replies whose tools' results are kept; those of earlier ones are replaced by a sentence. The report: 5."""
