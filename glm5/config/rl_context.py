@@ -33,8 +33,9 @@ class Context(Section):
         if (edits is None) == (compacts is None):
             raise ValueError("give keep_recent, discard_above or both of them, or compact_below alone")
         for keys, with_key in (("fold_at",), "keep_recent"), (("keep_steps", "max_compactions"), "compact_below"):
-            if given := self.model_fields_set.intersection(keys if getattr(self, with_key) is None else ()):
-                raise ValueError(f"{min(given)} has no effect without {with_key}")
+            changed = [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+            if getattr(self, with_key) is None and changed:
+                raise ValueError(f"{changed[0]} has no effect without {with_key}")
         if self.keep_recent is not None and self.fold_at <= self.keep_recent:
             raise ValueError(f"fold_at {self.fold_at} must be above keep_recent {self.keep_recent}")
         return self

@@ -19,6 +19,8 @@ from glm5.engine.llm import LLM
 from glm5.rl.algorithms.table import PRESETS
 from glm5.rl.environments.protocol import Reply, Task
 from glm5.rl.environments.tool_use import call, function_tool
+from glm5.rl.loop import run
+from glm5.rl.replay import replay
 from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.conversation import GO_ON, OMITTED, REQUEST, Conversation
@@ -26,11 +28,13 @@ from glm5.rl.rollouts.policy import Policy
 from glm5.rl.training.exact import ExactPass
 from glm5.rl.training.prefixes import Prefixes
 from glm5.rl.training.sequences import sequences_of
+from tests.support.chatty import TURNS as TURNS_OF_CHATTY
 from tests.support.exact import num_unlike
 from tests.support.long_conversations import ScriptedPolicy, Talking, play, result, said
 from tests.support.models import random_model
 from tests.support.rl_recipe import small_recipe
 from tests.support.tokenizers import tiny_tokenizer
+from tests.unit.rl.test_loop import steps_of
 
 QUESTION = {"role": "user", "content": "What is it?"}
 TASK = Task("talk", 0, 0, (QUESTION,), {}, (function_tool("look", "", at="a"),))
@@ -153,9 +157,7 @@ def test_what_a_user_says_stays():
     prompts, _ = seen({"keep_recent": 1, "fold_at": 2}, say=lambda n: [result(n), *([also] if n == 3 else [])])
     start = [*steps(1, 2, 3, left_out=1), also]
     assert prompts[3] == CHAT.prompt([QUESTION, *start], TASK.tools)
-    assert prompts[6] == CHAT.prompt(
-        [QUESTION, *start, *steps(4, 5, 6, left_out=5)], TASK.tools
-    )
+    assert prompts[6] == CHAT.prompt([QUESTION, *start, *steps(4, 5, 6, left_out=5)], TASK.tools)
 
 
 def test_keeping_results_is_noticed(monkeypatch):
@@ -232,6 +234,19 @@ def test_every_reply_is_trained_once_with_the_engines_bits(way, seed, monkeypatc
         assert len(found) > twice.tree.num_sampled - 1
         assert num_unlike(found, reported) > 0
     print(f"{way}: {rollout.metrics}")
+
+
+@pytest.mark.long
+def test_a_run_whose_conversations_are_shortened_is_exact(tmp_path):
+    keys = {"keep_recent": 1, "fold_at": 3, "discard_above": 500}
+    changes = ['environment.0.name="tests.support.chatty:Chatty"', "rollouts.max_model_len=1024", "steps=2"]
+    run(small_recipe(tmp_path, *changes, *(f"rollouts.context.{key}={value}" for key, value in keys.items())))
+    lines = steps_of(tmp_path / "run")
+    print(*lines, sep="\n")
+    assert all(line["logp/abs_diff_max"] == 0 for line in lines)
+    assert all(line["metric/forks"] >= 2 for line in lines)
+    assert all(line["turns/mean"] == TURNS_OF_CHATTY + 1 for line in lines)
+    assert all(not one.tensors for one in replay(tmp_path / "run", 2))
 
 
 def copy_as_sampled(self: Conversation, segment: int) -> int:
