@@ -16,6 +16,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from glm5.config.command import Command, Positional
+from glm5.config.rl_context import Context
 from glm5.config.step import NotNegative, OptimizerConfig, Positive, Section
 from glm5.config.toml import read_toml
 from glm5.config.train import Count, ModelSection, Name, Place, Workers
@@ -142,6 +143,15 @@ class Rollouts(Section):
     """The most conversations at a time. Default: all of a step."""
     kv_cache_gb: Positive | None = None
     """Memory of the engine's KV cache. Default: what the step's conversations need at most."""
+    context: Context | None = None
+    """What is done when a conversation with tools grows long. Default: nothing; a rollout ends where it is full."""
+
+    @model_validator(mode="after")
+    def _context_fits(self) -> Self:
+        for name in ("discard_above", "compact_below"):
+            if (value := getattr(self.context, name, None)) is not None and value >= self.max_model_len:
+                raise ValueError(f"context.{name} {value} must be below max_model_len {self.max_model_len}")
+        return self
 
 
 class AgentSection(Section):
@@ -270,6 +280,8 @@ class RLRecipe(Section):
             raise ValueError("exact: an engine with quantized weights computes otherwise; set exact = false")
         if self.agent is not None and len(self.rollouts.devices) > 1:
             raise ValueError("rollouts.devices: an agent that is a program has one engine; leave one device")
+        if self.agent is not None and self.rollouts.context is not None:
+            raise ValueError("rollouts.context: an agent edits its conversation itself; leave it out")
         if self.lr_warmup_steps >= self.steps:
             raise ValueError(f"lr_warmup_steps {self.lr_warmup_steps} must be below steps {self.steps}")
         return self

@@ -5,7 +5,8 @@ segment that several branches share is sampled, stored and trained once. The tok
 the engine saw and sampled.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -85,6 +86,20 @@ class SegmentTree:
     def token_ids(self, leaf: int) -> list[int]:
         """All tokens of a path."""
         return [token_id for index in self.path(leaf) for token_id in self.segments[index].token_ids]
+
+    def trained(self, left_out: Collection[int] = ()) -> "SegmentTree":
+        """The tree without these sampled segments, and without contexts that nothing was sampled after."""
+        needed = {
+            each
+            for index, one in enumerate(self.segments)
+            if one.is_sampled and index not in left_out
+            for each in self.path(index)
+        }
+        tree, places = SegmentTree(), dict[int | None, int | None]({None: None})
+        for index in sorted(needed):
+            one = self.segments[index]
+            places[index] = tree.add(replace(one, parent=places[one.parent]))
+        return tree
 
     @property
     def num_sampled(self) -> int:

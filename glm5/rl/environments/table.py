@@ -2,6 +2,7 @@
 
     guess, guess-crash, reverse, sort, kuhn, grid      small ones, whose optimum is known
     math, science, code, tools                         the domains of the report's reasoning RL, in three levels
+    search                                             questions of several hops about a generated web
     reasoning-gym/NAME                                 a dataset of that package (extra: reasoning-gym)
     package.module:name                                your own: a class or function without arguments
 
@@ -23,6 +24,7 @@ from glm5.rl.environments.mathematics import mathematics
 from glm5.rl.environments.protocol import Environment
 from glm5.rl.environments.reasoning import PREFIX, Reasoning
 from glm5.rl.environments.science import science
+from glm5.rl.environments.search import Search
 from glm5.rl.environments.tools import Tools
 
 ENVIRONMENTS: dict[str, Callable[[Boxes], Environment]] = {
@@ -36,6 +38,7 @@ ENVIRONMENTS: dict[str, Callable[[Boxes], Environment]] = {
     "science": lambda _: science(),
     "code": Coding,
     "tools": Tools,
+    "search": Search,
 }
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from glm5.rl.environments.boxes import Box, Boxes, Completed
 from glm5.rl.environments.protocol import Message, Reply, Task, Turn
 
-Tool = Callable[[Mapping[str, Any]], str]
-"""From arguments to a result. ValueError, KeyError or TypeError say what is wrong with the arguments."""
+Tool = Callable[[Mapping[str, str]], str]
+"""From arguments to a result. ValueError or KeyError say what is wrong with the arguments."""
 
 MAX_CALLS = 8
 """Calls of one reply."""
@@ -58,6 +58,9 @@ class ToolEpisode:
             arguments = json.loads(arguments)
         if not isinstance(arguments, Mapping):
             raise ValueError("arguments must be a JSON object")
+        for key, value in arguments.items():
+            if not isinstance(value, str):
+                raise ValueError(f"{key!r:.80} must be text, not {type(value).__name__}")
         return self._tools[name](arguments)
 
     def close(self) -> None:

@@ -59,8 +59,8 @@ class Tools(Environment):
         box, table = LazyBox(self._boxes), task.data["table"]
         tools = {
             "lookup": lambda given: _looked_up(table, given["item"], given["field"]),
-            "calculator": lambda given: calculate(_text(given["expression"])),
-            "python": lambda given: box.run_python(_text(given["code"]), SECONDS),
+            "calculator": lambda given: calculate(given["expression"]),
+            "python": lambda given: box.run_python(given["code"], SECONDS),
         }
         offered = {tool["function"]["name"]: tools[tool["function"]["name"]] for tool in task.tools}
         return ToolEpisode(task, offered, lambda reply: scored(reply, task), NUM_TURNS, box)
@@ -70,16 +70,10 @@ class Tools(Environment):
         return [*(Reply("", tool_calls=[each]) for each in task.data["calls"]), answer]
 
 
-def _text(given: Any) -> str:
-    if not isinstance(given, str):
-        raise ValueError(f"an argument must be text, not {type(given).__name__}")
-    return given
-
-
-def _looked_up(table: dict[str, dict[str, str]], item: Any, name: Any) -> str:
-    if _text(item) not in table:
+def _looked_up(table: dict[str, dict[str, str]], item: str, name: str) -> str:
+    if item not in table:
         raise ValueError(f"no item {item!r:.40}")
-    if _text(name) not in table[item]:
+    if name not in table[item]:
         raise ValueError(f"no field {name!r:.40}; there are {', '.join(table[item])}")
     return table[item][name]
 

@@ -8,7 +8,7 @@ ever rewritten or tokenized again. A reply belongs to one segment, whichever pat
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
@@ -107,16 +107,7 @@ class Session:
 
     def trained(self) -> SegmentTree:
         """The tree without abandoned replies, and without contexts that nothing was sampled after."""
-        left_out, tree, places = self.abandoned(), SegmentTree(), dict[int, int]()
-        segments = list(self.tree.segments)
-        needed: set[int] = set()
-        for index, one in enumerate(segments):
-            if one.is_sampled and index not in left_out:
-                needed |= set(self.tree.path(index))
-        for index in sorted(needed):
-            parent = segments[index].parent
-            places[index] = tree.add(replace(segments[index], parent=None if parent is None else places[parent]))
-        return tree
+        return self.tree.trained(self.abandoned())
 
     def abandoned(self) -> set[int]:
         """Replies that nobody went on from, though the same request was asked again later: of retries."""

@@ -10,30 +10,17 @@ request: the prompt is computed once.
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from glm5.common.errors import EngineDead, GlmError
 from glm5.rl.environments.play import as_message
-from glm5.rl.environments.protocol import EpisodeFailed, FailureKind, Message, Reply, Task, Turn, with_system
+from glm5.rl.environments.protocol import EpisodeFailed, FailureKind, Message, Reply, Task, Turn
 from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
 from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
+from glm5.rl.rollouts.conversation import Conversation
 from glm5.rl.rollouts.policy import Policy, Sampled
-from glm5.rl.segments import Segment, seed_of
-
-
-@dataclass
-class _Seat:
-    """A conversation of an episode: of its one player, or of one of several."""
-
-    rollout: Rollout
-    token_ids: list[int] = field(default_factory=list[int])
-    leaf: int | None = None
-
-    def add(self, segment: Segment) -> None:
-        self.leaf = self.rollout.tree.add(segment)
-        self.token_ids += segment.token_ids
+from glm5.rl.segments import seed_of
 
 
 class Harness:
@@ -85,7 +72,7 @@ class _Player:
     ) -> None:
         self.harness, self.task, self.seed, self.number, self.episode = harness, task, seed, number, episode
         self._on_ended = on_ended
-        self.seats: dict[int, _Seat] = {}
+        self.seats: dict[int, Conversation] = {}
         self._began = time.monotonic()
 
     @property
@@ -117,6 +104,7 @@ class _Player:
         except GlmError as error:
             self._fail("harness", str(error))
         for seat in self.seats.values():
+            seat.close()
             seat.rollout.seconds = time.monotonic() - self._began
         self._on_ended(self.number)
 
@@ -124,12 +112,16 @@ class _Player:
         turn, seat_number, num_turns = Turn(), 0, 0
         while not turn.is_done:
             seat = self._seat(seat_number)
+            if sampled is None and seat.needs_summary:
+                seat.ask_summary()
+                summary = await self._sampled(seat, seat_number, num_turns, "summary")
+                if summary is None:
+                    return
+                self._said(seat, summary)
+                seat.resume()
+            sampled = sampled or await self._sampled(seat, seat_number, num_turns)
             if sampled is None:
-                if self.harness.policy.room(len(seat.token_ids)) < 1:
-                    seat.rollout.is_truncated = True
-                    return  # the context is full: no reward
-                own_seed = seed_of(self.seed, self.number, seat_number, num_turns)
-                sampled = await self.harness.policy.reply(seat.token_ids, own_seed, self.seed)
+                return
             turn = await episode.step(self._said(seat, sampled))
             num_turns, sampled = num_turns + 1, None
             if not turn.is_done:
@@ -140,9 +132,16 @@ class _Player:
             seat.rollout.rewards = dict(parts[number]) if number < len(parts) else {}
             seat.rollout.metrics = dict(turn.metrics)
 
-    def _said(self, seat: _Seat, sampled: Sampled) -> Reply:
+    async def _sampled(self, seat: Conversation, *place: int | str) -> Sampled | None:
+        """The next reply; None where the context is full, which earns nothing."""
+        if self.harness.policy.room(len(seat.token_ids)) < 1:
+            seat.rollout.is_truncated = True
+            return None
+        return await self.harness.policy.reply(seat.token_ids, seed_of(self.seed, self.number, *place), self.seed)
+
+    def _said(self, seat: Conversation, sampled: Sampled) -> Reply:
         """Add a reply to its conversation."""
-        seat.add(sampled.segment(seat.leaf))
+        seat.add(sampled.segment(None))
         seat.rollout.num_turns += 1
         seat.rollout.is_truncated = sampled.is_truncated
         reply = self.harness.chat.reply(sampled.token_ids, self.task.tools, is_truncated=sampled.is_truncated)
@@ -151,19 +150,13 @@ class _Player:
 
     def _hear(self, number: int, messages: Sequence[Message]) -> None:
         """Add what the environment says to a player."""
-        seat = self._seat(number)
-        if seat.leaf is None:
-            messages = with_system(self.harness.policy.cfg.system, messages)
-            ids = self.harness.chat.prompt(messages, self.task.tools)
-        else:
-            ids = self.harness.chat.continuation(messages, self.task.tools, seat.token_ids[-1])
-        seat.rollout.messages += messages
-        seat.add(Segment(list(ids), seat.leaf))
+        self._seat(number).hear(messages)
 
-    def _seat(self, number: int) -> _Seat:
+    def _seat(self, number: int) -> Conversation:
         if number not in self.seats:
             own = seed_of(self.seed, self.number, number, 0)
-            self.seats[number] = _Seat(Rollout(self.task, own, **self.harness.policy.sampling))
+            rollout = Rollout(self.task, own, **self.harness.policy.sampling)
+            self.seats[number] = Conversation(rollout, self.harness.chat, self.harness.policy.cfg)
         return self.seats[number]
 
     def _fail(self, kind: FailureKind, reason: str) -> None:
