@@ -13,6 +13,7 @@ from glm5.rl.rollouts.engines import RESTARTS, Engines
 from glm5.rl.rollouts.policy import Policy
 from glm5.rl.rollouts.ring import BALANCE, HashRing
 from tests.support.rl_recipe import small_recipe
+from tests.support.routing import rows
 from tests.unit.rl.test_loop import done, killing_engine, steps_of, weights_of  # noqa: F401
 
 TWO = 'rollouts.devices=["cpu", "cpu"]'
@@ -221,3 +222,12 @@ def test_an_engine_that_is_killed_costs_nothing(tmp_path, monkeypatch, caplog):
     assert lines[-1]["engines/lost"] == 1
     assert all(line["logp/abs_diff_max"] == 0 for line in lines)
     assert all(line["group/dropped"] == line.get("env_fail/provider", 0) == 0 for line in lines)
+
+
+@pytest.mark.long
+def test_prompts_find_their_pages_on_four_engines():
+    """64 agents whose prompts grow, weights pushed in between. Control: random routing."""
+    (_, alone), (_, ring), (_, random) = rows()
+    assert ring["hits"] >= 0.95 * alone["hits"]
+    assert random["hits"] < 0.5 * alone["hits"]
+    assert max(ring["busy"]) <= 1.25 * sum(ring["busy"]) / 4
