@@ -28,6 +28,7 @@ from glm5.rl.environments.mathematics import mathematics
 from glm5.rl.environments.protocol import Environment
 from glm5.rl.environments.reasoning import PREFIX, Reasoning
 from glm5.rl.environments.science import science
+from glm5.rl.environments.terminal import Terminal
 from glm5.rl.environments.tiny_terminal import TinyTerminal
 from glm5.rl.environments.tools import Tools
 
@@ -43,6 +44,7 @@ ENVIRONMENTS: dict[str, Callable[[Boxes], Environment]] = {
     "science": lambda _: science(),
     "code": Coding,
     "tools": Tools,
+    "terminal": Terminal,
 }
 
 
