@@ -122,7 +122,7 @@ class HarborArtifact(Section):
 
     source: Folder
     destination: Annotated[Any, _nothing("artifacts stay at their place")] = None
-    exclude: tuple[str, ...] = ()
+    exclude: list[str] = []
     service: Annotated[Any, _nothing("there is no service beside the box")] = None
 
 

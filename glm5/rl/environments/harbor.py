@@ -156,7 +156,7 @@ class TerminalEpisode:
         made, room = self._made, self._made.config.environment
         lines = [f"(cd {shlex.quote(folder)}\n{line}\n)" for folder, line in made.setup]
         scripts = [shlex.quote(f"/{path}") for path, data in made.files.items() if data.startswith(b"#!")]
-        lines += [f"chmod +x {' '.join(scripts)}"] if scripts else []
+        lines = [f"chmod +x {' '.join(scripts)}", *lines] if scripts else lines
         checks = [f"cd {shlex.quote(made.workdir)}\n{room.healthcheck.command}"] if room.healthcheck else []
         begin = f"mkdir -p app logs/agent logs/verifier logs/artifacts\nmkdir -p {shlex.quote(made.workdir)}"
         words = [f"{name}={value}" for name, value in made.env.items()]

@@ -22,7 +22,8 @@ from glm5.rl.environments.harbor import TerminalTasks
 from glm5.rl.environments.harbor_task import HarborStep, HarborTask
 
 WORDS = (
-    "amber birch cedar delta ember fjord grove heron iris jade kelp lotus maple north olive pearl quartz ridge".split()
+    *("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron"),
+    *("iris", "jade", "kelp", "lotus", "maple", "north", "olive", "pearl"),
 )
 SIZES = (4, 9, 16)
 _END = " Change nothing else in /app, and leave no other files there."
@@ -173,14 +174,10 @@ def count_errors(random: Random, level: int) -> _Kind:
     for number in range(2 + level):
         rows = [(random.choice(["ERROR", "WARN", "INFO"]), random.choice(WORDS[:5])) for _ in range(2 * SIZES[level])]
         counts.update(service for kind, service in rows if kind == severity)
-        lines = [
-            f"{random.randint(10, 23)}:{random.randint(10, 59)} {kind} {name}: {name} ERROR-free" for kind, name in rows
-        ]
+        lines = [f"{random.randint(10, 23)}:{random.randint(10, 59)} {kind} {name}: no ERROR" for kind, name in rows]
         files[f"{_place(random, level)}day{number}.log"] = _text(lines)
-    text = f"Count the {severity} lines (second column) of all .log files under /app by service (third column, without its "
-    text += (
-        "colon). Write lines of service and count, with a space between them, sorted by service, to /app/counts.txt."
-    )
+    text = f"Count the {severity} lines (second column) of all .log files under /app by service (third column, without "
+    text += "its colon). Write lines of service and count, with a space between, by service, to /app/counts.txt."
     shell = f'find . -name \'*.log\' -exec cat {{}} + | awk \'$2 == "{severity}" {{ sub(":", "", $3); c[$3]++ }} '
     shell += "END { for (s in c) print s, c[s] }' | LC_ALL=C sort > counts.txt"
     return _Kind(text, files, {"counts.txt": _text([f"{name} {counts[name]}" for name in sorted(counts)])}, shell)
@@ -219,8 +216,8 @@ def mend_script(random: Random, level: int) -> _Kind:
     total = f"total=$((total + n * {factor}))"
     wrong = random.choice(["total=$((n * {}))", "total=$((total - n * {}))", "totl=$((total + n * {}))"]).format(factor)
     script = ["total=0", "while read -r n; do", f"  {wrong}", "done < numbers.txt", "echo $total > sum.txt"]
-    text = f"/app/sum.sh should add up {factor} times each number of /app/numbers.txt and write the sum to /app/sum.txt, but "
-    text += "gives a wrong one. Mend it and run it in /app; what counts is that sum.txt is right."
+    text = f"/app/sum.sh should add up {factor} times each number of /app/numbers.txt and write the sum to "
+    text += "/app/sum.txt, but gives a wrong one. Mend it and run it in /app; what counts is that sum.txt is right."
     shell = f"sed -i '3s/.*/  {total}/' sum.sh\nbash sum.sh"
     files = {"sum.sh": _text(script), "numbers.txt": _text([str(number) for number in numbers])}
     return _Kind(text, files, {"sum.txt": f"{factor * sum(numbers)}\n".encode()}, shell, loose="sum.sh")
