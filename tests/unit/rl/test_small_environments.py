@@ -1,4 +1,4 @@
-"""Digits, the grid and the tiny terminal: optima, floors, and what earns nothing. Every small environment's random replies are legal."""
+"""Digits, grid and tiny terminal: optima, floors, what earns nothing. Small environments' random replies are legal."""
 
 from itertools import product
 from random import Random

@@ -242,6 +242,15 @@ def test_limits_and_times(tmp_path, boxes):
     assert (done.rewards, done.last.metrics["broken"]) == ([0.0], 1.0)
 
 
+def test_the_paths_at_the_root_are_links_into_the_folder(boxes):
+    box = boxes.open()
+    names = ("app", "logs", "solution", "tests")
+    done = box.run([*("readlink", "-m"), *(f"/{name}" for name in names)])
+    assert done.stdout.decode().split() == [f"/box/work/{name}" for name in names]
+    assert box.run("rm /app || ln -sfn /usr /app || touch /x").exit_code == 1
+    box.close()
+
+
 def test_nothing_of_tests_or_solution_is_in_the_box(plain):
     seen = played(plain, "ls -A /tests /solution / /box/work /logs/verifier; grep -rs 42 /box /app /logs; env")
     said = seen.conversations[0][2]["content"]
