@@ -128,9 +128,7 @@ class TerminalEpisode:
                 box.run(self._argv("[ ! -e setup.sh ] || bash setup.sh"), timeout=REPLY_SECONDS)
             except OSError:
                 pass  # the policy left something in the way
-        return ToolEpisode(
-            self._task, {"bash": self._run}, lambda _: self._score(number), self._turns_left + 1, self._box
-        )
+        return ToolEpisode(self._task, {"bash": self._run}, lambda _: self._score(number), self._turns_left, self._box)
 
     def _argv(self, command: str, env: Mapping[str, str] = {}) -> list[str]:
         variables = {**self._made.env, "PYTHONDONTWRITEBYTECODE": "1", **env}

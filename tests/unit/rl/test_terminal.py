@@ -1,18 +1,20 @@
 """Terminal tasks: what a folder may say, what earns a reward and what never does, in real boxes."""
 
+import asyncio
 import shutil
 
 import pytest
 
 from glm5.common.errors import ConfigError
 from glm5.rl.environments.boxes import Boxes
-from glm5.rl.environments.harbor import Harbor
+from glm5.rl.environments.harbor import NUM_TURNS, Harbor
 from glm5.rl.environments.harbor_task import read_task
 from glm5.rl.environments.play import play, play_oracle
 from glm5.rl.environments.protocol import EpisodeFailed, Reply
 from glm5.rl.environments.table import make
 from glm5.rl.environments.terminal import KINDS, SIZES, Terminal, write_tasks
 from glm5.rl.environments.tool_use import call
+from glm5.rl.environments.workers import EnvironmentWorkers
 from glm5.rl.sandbox.choice import candidates, reason_against
 from glm5.rl.sandbox.sandbox import Limits, Sandbox
 
@@ -240,6 +242,26 @@ def test_limits_and_times(tmp_path, boxes):
     assert "No space" in done.conversations[0][2]["content"]
     assert "used up" in done.conversations[0][4]["content"]
     assert (done.rewards, done.last.metrics["broken"]) == ([0.0], 1.0)
+
+
+def test_workers_find_a_folder_by_a_relative_path(tmp_path, monkeypatch):
+    written(tmp_path / "tasks" / "one")
+    monkeypatch.chdir(tmp_path)
+
+    async def key():
+        async with EnvironmentWorkers(["harbor/tasks"]) as workers:
+            return (await workers.task("harbor/tasks", 0, 0)).key
+
+    assert asyncio.run(key()) == harbor("tasks").task(0, 0).key
+
+
+def test_replies_are_bounded(plain):
+    episode = plain.reset(plain.task(0, 0))
+    wrong = Reply("", tool_calls=[{"function": {"name": "bash", "arguments": {"command": 5}}}])
+    turns = [episode.step(wrong) for _ in range(NUM_TURNS)]
+    assert [turn.is_done for turn in turns] == [False] * (NUM_TURNS - 1) + [True]
+    assert turns[0].messages[0]["content"] == "error: command must be text"
+    episode.close()
 
 
 def test_the_paths_at_the_root_are_links_into_the_folder(boxes):
