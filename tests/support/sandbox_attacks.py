@@ -392,6 +392,7 @@ def try_all(backend: Backend, names: Collection[str] = ()) -> dict[str, str]:
         abstract.bind(f"\0{name}")
         abstract.listen()
         top = {"bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "dev", "proc", "box", "tmp"}
+        top |= {"app", "logs", "solution", "tests"}  # links into the box's own folder
         top.add(Path(backend.python).parts[1])
         host = {"port": server.getsockname()[1], "name": name, "file": str(secret), "secret": SECRET, "top": top}
         found = {attack.name: try_one(backend, attack, host) for attack in ATTACKS if attack.name in names or not names}

@@ -32,13 +32,13 @@ class Box(Protocol):
 
 @dataclass(frozen=True)
 class Boxes:
-    """`python`: the interpreter in the boxes that `open` makes."""
+    """`python`: the interpreter in the boxes that `open` makes. `open` takes limits by name, as `Limits` has them."""
 
-    open: Callable[[], Box]
+    open: Callable[..., Box]
     python: str
 
 
-def _no_box() -> Box:
+def _no_box(**_: int) -> Box:
     raise EpisodeFailed("sandbox", "this task runs what the policy writes, and there is no sandbox")
 
 

@@ -1,8 +1,11 @@
 """Environments by name.
 
-    guess, guess-crash, reverse, sort, kuhn, grid      small ones, whose optimum is known
+    guess, guess-crash, reverse, sort, kuhn, grid,
+    tiny-terminal                                      small ones, whose optimum is known
     math, science, code, tools                         the domains of the report's reasoning RL, in three levels
     search                                             questions of several hops about a generated web
+    terminal                                           commands in a box, graded by the files that are left
+    harbor/FOLDER                                      the same of task folders in Harbor's format
     reasoning-gym/NAME                                 a dataset of that package (extra: reasoning-gym)
     package.module:name                                your own: a class or function without arguments
 
@@ -19,12 +22,16 @@ from glm5.rl.environments.coding import Coding
 from glm5.rl.environments.digits import Digits
 from glm5.rl.environments.grid import Grid
 from glm5.rl.environments.guess import Guess
+from glm5.rl.environments.harbor import PREFIX as HARBOR
+from glm5.rl.environments.harbor import Harbor
 from glm5.rl.environments.kuhn import Kuhn
 from glm5.rl.environments.mathematics import mathematics
 from glm5.rl.environments.protocol import Environment
 from glm5.rl.environments.reasoning import PREFIX, Reasoning
 from glm5.rl.environments.science import science
 from glm5.rl.environments.search import Search
+from glm5.rl.environments.terminal import Terminal
+from glm5.rl.environments.tiny_terminal import TinyTerminal
 from glm5.rl.environments.tools import Tools
 
 ENVIRONMENTS: dict[str, Callable[[Boxes], Environment]] = {
@@ -34,24 +41,28 @@ ENVIRONMENTS: dict[str, Callable[[Boxes], Environment]] = {
     "sort": lambda _: Digits("sort"),
     "kuhn": lambda _: Kuhn(),
     "grid": lambda _: Grid(),
+    "tiny-terminal": lambda _: TinyTerminal(),
     "math": lambda _: mathematics(),
     "science": lambda _: science(),
     "code": Coding,
     "tools": Tools,
     "search": Search,
+    "terminal": Terminal,
 }
 
 
 def make(name: str, boxes: Boxes = NO_BOXES) -> Environment:
     """The environment of that name; `boxes`: where it runs what the policy writes, if it does. Without, such episodes
     raise EpisodeFailed("sandbox"). Raises ConfigError, which names the nearest."""
+    if name.startswith(HARBOR):
+        return Harbor(name.removeprefix(HARBOR), boxes)
     if ":" in name:
         return _imported(name)
     if name.startswith(PREFIX):
         return Reasoning(name.removeprefix(PREFIX))
     if name not in ENVIRONMENTS:
         near = get_close_matches(name, ENVIRONMENTS, n=1)
-        all_names = ", ".join([*ENVIRONMENTS, f"{PREFIX}NAME", "package.module:name"])
+        all_names = ", ".join([*ENVIRONMENTS, f"{PREFIX}NAME", f"{HARBOR}FOLDER", "package.module:name"])
         known = f"did you mean {near[0]}?" if near else f"known are {all_names}"
         raise ConfigError(f"no environment is called {name!r:.80}; {known}")
     return ENVIRONMENTS[name](boxes)

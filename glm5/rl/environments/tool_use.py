@@ -68,10 +68,15 @@ class ToolEpisode:
 
 
 class LazyBox:
-    """A sandbox that is opened when it is first needed, with `files` in it."""
+    """A sandbox that is opened when it is first needed, with `files` in it; `prepare` does the rest."""
 
-    def __init__(self, boxes: Boxes, files: Mapping[str, bytes] = MappingProxyType({})) -> None:
-        self._boxes, self._files = boxes, files
+    def __init__(
+        self,
+        boxes: Boxes,
+        files: Mapping[str, bytes] = MappingProxyType({}),
+        prepare: Callable[[Box], None] = lambda _: None,
+    ) -> None:
+        self._boxes, self._files, self._prepare = boxes, files, prepare
         self._box: Box | None = None
 
     def open(self) -> Box:
@@ -80,6 +85,7 @@ class LazyBox:
             self._box = self._boxes.open()
             for path, data in self._files.items():
                 self._box.write(path, data)
+            self._prepare(self._box)
         return self._box
 
     def run_python(self, code: str, seconds: float) -> str:
@@ -91,8 +97,8 @@ class LazyBox:
         except OSError as error:
             raise ValueError(str(error)) from None
 
-    def run_shell(self, command: str, seconds: float) -> str:
-        """The same of a line of shell."""
+    def run_shell(self, command: str | Sequence[str], seconds: float) -> str:
+        """The same of a line of shell, or of a program as words."""
         return _told(self.open().run(command, timeout=seconds))
 
     def close(self) -> None:

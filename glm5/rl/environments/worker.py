@@ -21,7 +21,7 @@ from glm5.rl.environments.protocol import Environment, Episode, EpisodeFailed
 from glm5.rl.environments.table import make
 from glm5.rl.environments.wire import LENGTH, TooLarge, as_json, as_reply, as_task, frame
 from glm5.rl.sandbox.backends import Backend
-from glm5.rl.sandbox.sandbox import Sandbox, SandboxFailed
+from glm5.rl.sandbox.sandbox import Limits, Sandbox, SandboxFailed
 
 NUM_THREADS = 8
 _MAX_REASON = 2000
@@ -57,11 +57,12 @@ class Worker:
         return [self._result(json.loads(one)) for one in request["requests"]]
 
     def _start(self, request: Mapping[str, Any]) -> dict[str, list[Any]]:
+        os.chdir(request["folder"])  # names of environments may be paths
         sys.path.extend(path for path in request["path"] if path not in sys.path)
         boxes = NO_BOXES
         if request["sandbox"] is not None:
             backend = Backend(**request["sandbox"])
-            boxes = Boxes(lambda: Sandbox(backend), backend.python)
+            boxes = Boxes(lambda **limits: Sandbox(backend, Limits(**limits)), backend.python)
         for name in request["names"]:
             environment = make(name, boxes)
             self._environments |= {name: environment, environment.name: environment}

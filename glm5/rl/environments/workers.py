@@ -59,7 +59,8 @@ class EnvironmentWorkers:
     ) -> None:
         self._seconds = step_seconds
         path = [each or os.getcwd() for each in sys.path]
-        settings = {"names": list(names), "path": path, "sandbox": asdict(sandbox) if sandbox else None}
+        boxes = asdict(sandbox) if sandbox else None
+        settings = {"names": list(names), "path": path, "folder": os.getcwd(), "sandbox": boxes}
         self._slots = [_Slot(settings) for _ in range(num_workers)]
         self._numbers = count()
 

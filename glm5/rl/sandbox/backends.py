@@ -17,6 +17,7 @@ from glm5.rl.sandbox.namespaces import DEVICES, USER
 
 NOBODY = 65534
 WORK = "/box/work"
+HARBOR = ("app", "logs", "solution", "tests")  # folders in WORK that terminal tasks know at the root
 READ_ONLY = ("/etc/ld.so.cache", "/etc/alternatives")  # beside /usr and the interpreter's folder
 
 # What a box's interpreter begins with: it receives the code, in which server.py is imported by its name.
@@ -106,6 +107,7 @@ class Backend:
         """Symbolic links in a box: target, path."""
         top = [path for path in ("/bin", "/sbin", "/lib", "/lib64") if os.path.islink(path)]
         links = [(os.readlink(path), path) for path in top] + [("box/tmp", "/tmp"), ("../box/tmp", "/dev/shm")]
+        links += [(f"{WORK[1:]}/{name}", f"/{name}") for name in HARBOR]
         links += [(f"/proc/self/fd/{fd}", f"/dev/{name}") for fd, name in enumerate(("stdin", "stdout", "stderr"))]
         return [*links, ("/proc/self/fd", "/dev/fd")]
 

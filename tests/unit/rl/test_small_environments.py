@@ -1,4 +1,4 @@
-"""Digits and the grid: optima, floors, and what earns nothing. Every small environment's random replies are legal."""
+"""Digits, grid and tiny terminal: optima, floors, what earns nothing. Small environments' random replies are legal."""
 
 from itertools import product
 from random import Random
@@ -10,7 +10,7 @@ from glm5.rl.environments.play import play, play_oracle, play_randomly
 from glm5.rl.environments.protocol import Reply
 from glm5.rl.environments.table import make
 
-SMALL = ["guess", "guess-crash", "reverse", "sort", "grid"]
+SMALL = ["guess", "guess-crash", "reverse", "sort", "grid", "tiny-terminal"]
 
 
 def reward_of(environment, task, *said):
@@ -79,3 +79,23 @@ def test_steps_and_replies_in_a_grid_are_bounded():
     assert reward_of(grid, task, "N" * (MAX_STEPS + 1)) == 0.0
     assert reward_of(grid, task, *"NS" * (NUM_TURNS // 2)) == 0.0
     assert [side for side, _ in LEVELS] == [grid.task(0, level).data["side"] for level in range(grid.levels)]
+
+
+def test_a_tiny_shell_shows_and_changes_files():
+    tiny = make("tiny-terminal")
+    task = tiny.task(1, 0)
+    name, size, folder = next(file for file in task.data["files"] if task.messages[0]["content"].split()[1] == file[1])
+    wrong = next(file[0] for file in task.data["files"] if file[0] != name)
+    episode = tiny.reset(task)
+    listed = episode.step(Reply("ls")).messages[0]["content"]
+    assert f"{name} {size}" in listed
+    assert folder == 1
+    assert reward_of(tiny, task, *task.data["way"]) == 1.0
+    assert reward_of(tiny, task, task.data["way"][-1]) == 1.0  # whoever guesses right need not look
+    assert reward_of(tiny, task, f"rm {wrong}", "ls", "ls", task.data["way"][-1]) == 0.0
+    assert reward_of(tiny, task, "ls", "ls", "ls", "ls") == 0.0
+    for said in ("rm z", "cd 9", f"mv {name} 1", "", "rm", "look", f"{task.data['way'][-1]} 1"):
+        assert reward_of(tiny, task, said) == 0.0
+    assert len({tiny.task(seed, 0).key for seed in range(10_800)}) == 10_800
+    keys = {tiny.task(2**40 + seed, 0).key for seed in range(128)}  # those that recipes/rl-terminal.toml holds out
+    assert not keys & {tiny.task(seed, 0).key for seed in range(2048)}
