@@ -260,7 +260,7 @@ def test_replies_are_bounded(plain):
     wrong = Reply("", tool_calls=[{"function": {"name": "bash", "arguments": {"command": 5}}}])
     turns = [episode.step(wrong) for _ in range(NUM_TURNS)]
     assert [turn.is_done for turn in turns] == [False] * (NUM_TURNS - 1) + [True]
-    assert turns[0].messages[0]["content"] == "error: command must be text"
+    assert turns[0].messages[0]["content"] == "error: 'command' must be text, not int"
     episode.close()
 
 
