@@ -78,6 +78,7 @@ class PolicyBuilder:
             max_num_batched_tokens=max(at_once, 2048),
             num_speculative_tokens=cfg.num_speculative_tokens,
             deterministic=cfg.deterministic,
+            watchdog_timeout=cfg.watchdog_timeout,
             num_gpu_blocks_override=pages,
             kv_cache_memory_bytes=None if cfg.kv_cache_gb is None else int(cfg.kv_cache_gb * _GIB),
             num_threads=threads_of(self.recipe, torch.device(device)),
