@@ -24,6 +24,7 @@ from glm5.model.glm5 import Glm5
 from glm5.rl.algorithms.table import preset_of
 from glm5.rl.build import environments_of, num_pages, num_rollouts
 from glm5.rl.tasks import TaskSource
+from glm5.rl.training.critic import critic_of
 from glm5.rl.training.policy import SPARSE, choose_parameters
 from glm5.rl.watch import FILE, read_lines
 from glm5.train.build import model_config
@@ -49,7 +50,7 @@ CHUNK = 4096  # tokens whose logits exist at a time
 def estimate(recipe: RLRecipe) -> str:
     """The text of `--dry-run`. Raises ConfigError for what a run would refuse before its first step."""
     TaskSource(recipe, environments_of(recipe))
-    preset_of(recipe.algorithm.name, recipe.algorithm.parameters)
+    critic_of(recipe, preset_of(recipe.algorithm.name, recipe.algorithm.parameters))
     cfg, device = model_config(recipe.model), device_of(recipe.device)
     count, available = count_parameters(cfg), device_memory(device)
     trainer, engine = trainer_parts(cfg, recipe), engine_parts(cfg, recipe)

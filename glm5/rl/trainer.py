@@ -17,6 +17,7 @@ from glm5.rl.algorithms.table import preset_of
 from glm5.rl.build import PolicyBuilder, threads_of
 from glm5.rl.rollout import Group
 from glm5.rl.shown import shown_examples
+from glm5.rl.training.critic import Critic, critic_of
 from glm5.rl.training.exact import ExactPass
 from glm5.rl.training.objective import Coefficients, RLObjective
 from glm5.rl.training.packing import batches_of, pack
@@ -55,6 +56,7 @@ class PolicyTrainer:
         self.recipe, self.builder, self.device = recipe, builder, device
         algorithm = recipe.algorithm
         self.preset = preset_of(algorithm.name, algorithm.parameters)
+        self.critic_section = critic_of(recipe, self.preset)
         self._scored = ScoreKeeper()
         self.objective = RLObjective(self.preset, on_scored=self._scored)
         self.model = builder.model(device)
@@ -65,6 +67,7 @@ class PolicyTrainer:
             self.model, self.objective, recipe.optimizer, self.masters, balance_step=recipe.balance_step
         )
         self.reference: Glm5 | None = None
+        self.critic: Critic | None = None
         self.exact: ExactPass | None = None
 
     def warm_up(self) -> None:
@@ -82,11 +85,15 @@ class PolicyTrainer:
                     logger.info("warm start, step %d: cross-entropy %.4g", number, losses["ce"])
 
     def begin(self) -> None:
-        """The first rollouts are about to be made: keep the reference, begin with a new optimizer state, and compute in
-        the engine's arithmetic from now on."""
+        """The first rollouts are about to be made: keep the reference, make the critic, begin with a new optimizer state,
+        and compute in the engine's arithmetic from now on."""
         if self.recipe.algorithm.reference_kl:
             self.reference = self.builder.model(self.device).requires_grad_(requires_grad=False)
             self.reference.load_state_dict(self.model.state_dict())
+        if self.critic_section is not None:
+            model = self.builder.model(self.device)
+            model.load_state_dict(self.learnt())
+            self.critic = Critic(self.critic_section, self.recipe, model)
         self.step.optimizers.reset()
         if self.recipe.exact:
             threads = threads_of(self.recipe, self.device) or torch.get_num_threads()
@@ -104,6 +111,13 @@ class PolicyTrainer:
         repaired, repairs = repair(groups)
         sequences = sequences_of_step(repaired, self.preset)
         number_tokens(sequences)
+        lr, is_frozen, of_critic = self.recipe.lr_at(step), False, dict[str, float]()
+        if self.critic is not None:
+            of_critic = self.critic.learn(sequences, lr)
+            is_frozen = step < self.critic.cfg.warmup_steps
+            # A step at rate 0 gives all figures, and changes no weight.
+            balance_step = 0.0 if is_frozen else self.recipe.balance_step
+            self.step.cfg = self.step.cfg.model_copy(update={"balance_step": balance_step})
         parts = [self._batches(part) for part in divided(repaired, sequences, self.recipe.algorithm.steps_per_batch)]
         if len(parts) > 1 and self.preset.needs_old:
             parts = [
@@ -112,10 +126,10 @@ class PolicyTrainer:
             ]
         metrics: dict[str, float] = {}
         for batches in parts:
-            metrics = self.step.run(batches, self.recipe.lr_at(step))
-        if self.recipe.resets_after(step):
+            metrics = self.step.run(batches, 0.0 if is_frozen else lr)
+        if is_frozen or self.recipe.resets_after(step):
             self.step.optimizers.reset()
-        return Trained(metrics, repairs, self._scored.take(sequences))
+        return Trained(metrics | of_critic, repairs, self._scored.take(sequences))
 
     def _batches(self, sequences: Sequence[TrainingSequence]) -> list[Batch]:
         packed = batches_of(sequences, pack(sequences, self.recipe.pass_tokens), 0)
@@ -134,7 +148,9 @@ class PolicyTrainer:
 
     def state(self) -> dict[str, Any]:
         reference = None if self.reference is None else self.reference.state_dict()
-        return {"model": self.learnt(), "optimizer": self.step.optimizers.state_dict(), "reference": reference}
+        critic = None if self.critic is None else self.critic.state()
+        optimizer = self.step.optimizers.state_dict()
+        return {"model": self.learnt(), "optimizer": optimizer, "reference": reference, "critic": critic}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if self.masters is None:
@@ -144,6 +160,8 @@ class PolicyTrainer:
         self.begin()
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
+        if self.critic is not None:
+            self.critic.load_state(state["critic"])
         self.step.optimizers.load_state_dict(state["optimizer"])
 
 

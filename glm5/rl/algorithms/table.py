@@ -15,7 +15,7 @@ from typing import Literal
 
 from glm5.common.errors import ConfigError
 from glm5.rl.algorithms import weights
-from glm5.rl.algorithms.advantages import Advantages, batch_mean, group_mean, group_mean_std
+from glm5.rl.algorithms.advantages import Advantages, batch_mean, group_mean, group_mean_std, own_reward
 from glm5.rl.algorithms.ratios import Ratios
 from glm5.rl.algorithms.weights import Weights
 
@@ -25,13 +25,15 @@ Reduction = Literal["sequence-mean", "token-mean"]
 @dataclass(frozen=True)
 class Preset:
     """`needs_old`: it compares with the trainer's own earlier pass, which must be made before the first of several
-    optimizer steps on a batch. `parameters`: other values than the defaults of `function`."""
+    optimizer steps on a batch. `parameters`: other values than the defaults of `function`. `needs_critic`: the critic
+    (rl/training/critic.py) makes each token's advantage of what `advantages` gives."""
 
     advantages: Advantages
     function: Callable[..., Weights]
     reduction: Reduction
     needs_old: bool
     parameters: Mapping[str, float] = field(default_factory=dict[str, float])
+    needs_critic: bool = False
 
     @property
     def defaults(self) -> dict[str, float]:
@@ -48,12 +50,14 @@ PRESETS: dict[str, Preset] = {
     "grpo": Preset(group_mean_std, weights.icepop, "sequence-mean", needs_old=True),
     "grpo-no-std": Preset(group_mean, weights.icepop, "sequence-mean", needs_old=True),
     "dis": Preset(group_mean, weights.dis, "token-mean", needs_old=False),
+    "sao": Preset(own_reward, weights.dis, "token-mean", needs_old=False, needs_critic=True),
     "gspo": Preset(group_mean_std, weights.gspo, "sequence-mean", needs_old=True),
     "cispo": Preset(group_mean_std, weights.cispo, "token-mean", needs_old=True),
     "dppo": Preset(group_mean, weights.dppo, "token-mean", needs_old=False),
     "kpop": Preset(group_mean_std, weights.kpop, "sequence-mean", needs_old=True),
     "flash-reinforce": Preset(batch_mean, weights.flash_reinforce, "sequence-mean", needs_old=False),
     "tis": Preset(group_mean_std, weights.tis, "sequence-mean", needs_old=True),
+    "reinforce": Preset(group_mean, weights.reinforce, "token-mean", needs_old=False),
 }
 
 
