@@ -117,8 +117,8 @@ class AlgorithmSection(Section):
     """Factor of the KL divergence to the model that the run began with. The report has none."""
     steps_per_batch: Count = 1
     """Optimizer steps for each batch of rollouts. 1: on-policy, as reported."""
-    critic: CriticSection | None = None
-    """Of sao alone. Default: as published."""
+    critic: CriticSection = CriticSection()
+    """Of sao; the others have none."""
 
 
 class Rollouts(Section):

@@ -16,7 +16,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -231,13 +231,17 @@ class Run:
             found |= await evaluate(harness, draws, cfg.samples, self.recipe.seed, prefix)
         self.watch.evaluated(self.number, found)
 
+    def _due(self) -> tuple[int, Mapping[str, torch.Tensor]]:
+        """Version and weights with which the next step's rollouts are sampled."""
+        return self.recipe.version_at(self.number), self.trainer.weights()
+
     async def _push(self) -> None:
-        """The trainer's weights into the engine, where it has those of an earlier version than the next step's."""
-        version, cfg = self.recipe.version_at(self.number), self.recipe.asynchronous
+        """The weights that are due into the engine, where it has those of an earlier version."""
+        (version, weights), cfg = self._due(), self.recipe.asynchronous
         if self.version == version:
             return
         engine, policy = self.harness.policy.engine, "recompute" if cfg is None else cfg.policy
-        await engine.update_weights(self.trainer.weights(), policy=policy, version=version)
+        await engine.update_weights(weights, policy=policy, version=version)
         self.version, self.pushed = version, (await engine.stats())["last_push"]
         if self.rollouts is not None:
             self.rollouts.pushed(version)

@@ -33,11 +33,6 @@ def batch_mean(reward_N: Tensor, group_N: Tensor) -> Tensor:
     return group_mean(reward_N, torch.zeros_like(group_N))
 
 
-def own_reward(reward_N: Tensor, group_N: Tensor) -> Tensor:
-    """R: the baseline is a critic's."""
-    return reward_N.double()
-
-
 def _centred(reward_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(R - mean of its group [N], number of its group from 0 [N], sizes of groups [G])."""
     reward_N = reward_N.double()

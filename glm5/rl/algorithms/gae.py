@@ -1,7 +1,7 @@
 """Advantages of single tokens from the values that a critic gives them: GAE over sampled tokens, and over segments.
 
-    V_t     the value of the state from which token t is sampled
-    L       the number of sampled tokens of a segment; lambda = 1 - 1 / (1.5 L)
+V_t     the value of the state from which token t is sampled
+L       the number of sampled tokens of a segment; lambda = 1 - 1 / (1.5 L)
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from typing import Literal
 
 from glm5.common.errors import ConfigError
 from glm5.rl.algorithms import weights
-from glm5.rl.algorithms.advantages import Advantages, batch_mean, group_mean, group_mean_std, own_reward
+from glm5.rl.algorithms.advantages import Advantages, batch_mean, group_mean, group_mean_std
 from glm5.rl.algorithms.ratios import Ratios
 from glm5.rl.algorithms.weights import Weights
 
@@ -25,15 +25,14 @@ Reduction = Literal["sequence-mean", "token-mean"]
 @dataclass(frozen=True)
 class Preset:
     """`needs_old`: it compares with the trainer's own earlier pass, which must be made before the first of several
-    optimizer steps on a batch. `parameters`: other values than the defaults of `function`. `needs_critic`: the critic
-    (rl/training/critic.py) makes each token's advantage of what `advantages` gives."""
+    optimizer steps on a batch. `parameters`: other values than the defaults of `function`. `advantages`: None
+    where a critic gives each token its own (rl/training/critic.py)."""
 
-    advantages: Advantages
+    advantages: Advantages | None
     function: Callable[..., Weights]
     reduction: Reduction
     needs_old: bool
     parameters: Mapping[str, float] = field(default_factory=dict[str, float])
-    needs_critic: bool = False
 
     @property
     def defaults(self) -> dict[str, float]:
@@ -50,7 +49,7 @@ PRESETS: dict[str, Preset] = {
     "grpo": Preset(group_mean_std, weights.icepop, "sequence-mean", needs_old=True),
     "grpo-no-std": Preset(group_mean, weights.icepop, "sequence-mean", needs_old=True),
     "dis": Preset(group_mean, weights.dis, "token-mean", needs_old=False),
-    "sao": Preset(own_reward, weights.dis, "token-mean", needs_old=False, needs_critic=True),
+    "sao": Preset(None, weights.dis, "token-mean", needs_old=False),
     "gspo": Preset(group_mean_std, weights.gspo, "sequence-mean", needs_old=True),
     "cispo": Preset(group_mean_std, weights.cispo, "token-mean", needs_old=True),
     "dppo": Preset(group_mean, weights.dppo, "token-mean", needs_old=False),

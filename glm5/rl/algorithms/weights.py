@@ -79,7 +79,7 @@ def dis(of: Ratios, *, eps_low: float = 0.3, eps_high: float = 5.0) -> Weights:
 
 
 def reinforce(of: Ratios) -> Weights:
-    """A log pi: no correction of what other weights sampled. For comparisons."""
+    """A log pi, whatever weights sampled the token: for comparisons."""
     return Weights(of.advantage_T, torch.zeros_like(of.s, dtype=torch.bool))
 
 
