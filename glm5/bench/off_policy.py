@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from glm5.common.atomic import atomic_write
 from glm5.common.errors import ConfigError, GlmError
 from glm5.common.progress import Progress
 from glm5.config.bench_off_policy import BenchOffPolicyConfig
@@ -116,7 +117,10 @@ def measure(settings: BenchOffPolicyConfig, say: Callable[[str], None]) -> str:
     tuning = [Job(*cell, rate, 0) for cell in cells for rate in RATES]
     with locked(file.parent):
         key = plain.model_dump_json()
-        done = {Job(*line["job"]): line for line in read_lines(file) if line["recipe"] == key}
+        lines = read_lines(file)
+        with atomic_write(file) as handle:  # without a last line that was cut off
+            handle.writelines(json.dumps(line) + "\n" for line in lines)
+        done = {Job(*line["job"]): line for line in lines if line["recipe"] == key}
         if done:
             each = median(line["seconds"] for line in done.values())
         else:
@@ -126,9 +130,7 @@ def measure(settings: BenchOffPolicyConfig, say: Callable[[str], None]) -> str:
         total = len(cells) * (len(RATES) + len(SEEDS))
         left = total - sum(job[:2] in cells for job in done)
         hours = left * each / settings.jobs / 3600
-        say(
-            f"{left} of {total} runs are missing, about {each:.0f} s each: {hours:.2f} h with {settings.jobs} at a time"
-        )
+        say(f"{left} of {total} runs are missing, about {each:.0f} s each: {hours:.2f} h, {settings.jobs} at a time")
 
         def run(jobs: Sequence[Job]) -> None:
             missing = [job for job in jobs if job not in done]
