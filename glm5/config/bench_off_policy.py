@@ -18,4 +18,4 @@ class BenchOffPolicyConfig(Command):
     jobs: Count = 1
     """Runs at the same time, each on about a core."""
     out: str = "runs/off-policy"
-    """Folder of runs.jsonl, a line a run, and table.md."""
+    """Folder of runs.jsonl, a line a run."""
