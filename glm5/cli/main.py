@@ -11,6 +11,7 @@ import importlib
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -49,6 +50,7 @@ COMMANDS = {
     "bench kernels": "kernels on this GPU: microseconds, floor, share",
     "bench quantize": "methods of quantization side by side",
     "bench rl": "reinforcement learning: rollouts, training, time to a reward",
+    "bench off-policy": "reinforcement learning on rollouts of old weights, by algorithm and staleness",
     "bench transition": "dense attention to selected keys in miniature, beside windows",
     "eval ruler": "generated tasks at many lengths, in the manner of RULER",
 }
@@ -129,7 +131,7 @@ def parsers(*names: str) -> tuple[Parser, dict[str, Parser]]:
             holders[group] = _add_group(holders[""], group)
         commands[name] = holders[group].add_parser(own, help=text)
     for name in names:
-        module, command = importlib.import_module(f"glm5.cli.{name.replace(' ', '_')}"), commands[name]
+        module, command = importlib.import_module(f"glm5.cli.{re.sub('[ -]', '_', name)}"), commands[name]
         module.add(command)
         command.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="What to log. Default: info.")
         command.add_argument("--log-format", choices=LOG_FORMATS, default="text", help=LOG_FORMAT_HELP)

@@ -92,11 +92,22 @@ class WarmStart(Section):
     lr: Positive = 1e-3
 
 
+class CriticSection(Section):
+    """A second model that learns what reward to expect (SAO, arXiv 2607.07508), beside the policy."""
+
+    lr: Positive = 5.0
+    """Rate, relative to the policy's. SAO: 5e-6 beside 1e-6."""
+    updates: Count = 2
+    """Its optimizer steps for each batch of rollouts."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 10
+    """First steps, in which it alone learns."""
+
+
 class AlgorithmSection(Section):
     """What a token of a rollout counts, and how."""
 
     name: str = "grpo"
-    """grpo, grpo-no-std, dis, gspo, cispo, dppo, kpop, flash-reinforce or tis (docs/rl.md)."""
+    """grpo, grpo-no-std, dis, sao, gspo, cispo, dppo, kpop, flash-reinforce, tis or reinforce (docs/rl.md)."""
     parameters: dict[str, float] = {}
     """Of the algorithm, such as beta = 2."""
     entropy: NotNegative = 0.0
@@ -107,6 +118,8 @@ class AlgorithmSection(Section):
     """Factor of the KL divergence to the model that the run began with. The report has none."""
     steps_per_batch: Count = 1
     """Optimizer steps for each batch of rollouts. 1: on-policy, as reported."""
+    critic: CriticSection = CriticSection()
+    """Of sao; the others have none."""
 
 
 class Rollouts(Section):

@@ -24,6 +24,7 @@ from glm5.model.glm5 import Glm5
 from glm5.rl.algorithms.table import preset_of
 from glm5.rl.build import environments_of, num_pages, num_rollouts
 from glm5.rl.tasks import TaskSource
+from glm5.rl.training.critic import is_learning
 from glm5.rl.training.policy import SPARSE, choose_parameters
 from glm5.rl.watch import FILE, read_lines
 from glm5.train.build import model_config
@@ -89,9 +90,11 @@ def trainer_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
         model = Glm5(cfg)
     choose_parameters(model)
     trained = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
+    if has_critic := preset_of(recipe.algorithm.name).advantages is None:
+        trained |= {f"critic.{name}": number for name, number in trained.items() if is_learning(name)}
     held = sum(states_per_element(name, like, stage) * number for name, number in trained.items())
     tokens = min(recipe.pass_tokens, max_tokens(recipe))
-    copies = 1 + bool(recipe.algorithm.reference_kl)
+    copies = 1 + bool(recipe.algorithm.reference_kl) + has_critic
     count = count_parameters(cfg).with_mtp
     return {
         "weights": float((size * copies + (computed if computed != size else 0)) * count),

@@ -44,7 +44,9 @@ def figures_of(version: int, groups: Sequence[Group], trained: Trained, times: M
     }
     found |= {f"env_fail/{kind}": count for kind, count in repairs.failures.items()}
     found |= _of_environments(valid) | _of_tokens(trained.scores) | _staleness(version, rollouts)
-    names = {name: _NAMES.get(name, f"train/{name.replace(' ', '_')}") for name in trained.metrics}
+    names = {
+        name: name if "/" in name else _NAMES.get(name, f"train/{name.replace(' ', '_')}") for name in trained.metrics
+    }
     found |= {names[name]: value for name, value in trained.metrics.items()}
     total = sum(times.values())
     found |= {f"time/{name}": seconds for name, seconds in times.items()} | {"time/step": total}

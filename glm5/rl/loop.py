@@ -16,7 +16,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -185,6 +185,7 @@ class Run:
         stepped = time.monotonic()
         self.tasks.observe(groups)
         self.number += 1
+        self.has_restarted = False
         await self._alive(self._push)
         pushed = time.monotonic()
         await asyncio.to_thread(self._record, groups, trained)
@@ -234,19 +235,24 @@ class Run:
             found |= await evaluate(harness, draws, cfg.samples, self.recipe.seed, prefix)
         self.watch.evaluated(self.number, found)
 
+    def _due(self) -> tuple[int, Mapping[str, torch.Tensor]]:
+        """Version and weights with which the next step's rollouts are sampled."""
+        return self.recipe.version_at(self.number), self.trainer.weights()
+
     async def _push(self) -> None:
-        """The trainer's weights into the engine, where it has those of an earlier version than the next step's."""
-        version, cfg = self.recipe.version_at(self.number), self.recipe.asynchronous
+        """The weights that are due into the engine, where it has those of an earlier version."""
+        (version, weights), cfg = self._due(), self.recipe.asynchronous
         if self.version == version:
             return
         engines, policy = self.harness.policy.engines, "recompute" if cfg is None else cfg.policy
-        self.pushed = await engines.update_weights(self.trainer.weights(), policy=policy, version=version)
+        self.pushed = await engines.update_weights(weights, policy=policy, version=version)
         self.version = version
         if self.rollouts is not None:
             self.rollouts.pushed(version)
 
     async def _alive(self, action: Callable[[], Awaitable[T]]) -> T:
-        """Do what needs the engine. Where the engine dies, it is started again with the current weights, once."""
+        """Do what needs the engines. Where all have ended, they are started again with the current weights, once in a
+        step."""
         is_dead = False
         while True:
             with self._naming_state():
@@ -259,7 +265,7 @@ class Run:
                     if not isinstance(cause, EngineDead):
                         raise cause from error
                     if self.has_restarted:
-                        raise TrainingError(f"the engine was started again once, and ended again: {cause}") from error
+                        raise TrainingError(f"the engine was started again once in this step, and ended again: {cause}") from error
             logger.warning("the engine ended: %s; it is started again with the weights of step %d", cause, self.number)
             is_dead = self.has_restarted = True
 

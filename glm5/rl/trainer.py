@@ -17,6 +17,7 @@ from glm5.rl.algorithms.table import preset_of
 from glm5.rl.build import PolicyBuilder, threads_of
 from glm5.rl.rollout import Group
 from glm5.rl.shown import shown_examples
+from glm5.rl.training.critic import Critic
 from glm5.rl.training.exact import ExactPass
 from glm5.rl.training.objective import Coefficients, RLObjective
 from glm5.rl.training.packing import batches_of, pack
@@ -65,6 +66,7 @@ class PolicyTrainer:
             self.model, self.objective, recipe.optimizer, self.masters, balance_step=recipe.balance_step
         )
         self.reference: Glm5 | None = None
+        self.critic: Critic | None = None
         self.exact: ExactPass | None = None
 
     def warm_up(self) -> None:
@@ -82,11 +84,13 @@ class PolicyTrainer:
                     logger.info("warm start, step %d: cross-entropy %.4g", number, losses["ce"])
 
     def begin(self) -> None:
-        """The first rollouts are about to be made: keep the reference, begin with a new optimizer state, and compute in
-        the engine's arithmetic from now on."""
+        """The first rollouts are about to be made: keep the reference, make the critic, begin with a new optimizer
+        state, and compute in the engine's arithmetic from now on."""
         if self.recipe.algorithm.reference_kl:
             self.reference = self.builder.model(self.device).requires_grad_(requires_grad=False)
             self.reference.load_state_dict(self.model.state_dict())
+        if self.preset.advantages is None:
+            self.critic = Critic(self.recipe, self.builder.model(self.device), self.learnt())
         self.step.optimizers.reset()
         if self.recipe.exact:
             threads = threads_of(self.recipe, self.device) or torch.get_num_threads()
@@ -104,6 +108,11 @@ class PolicyTrainer:
         repaired, repairs = repair(groups)
         sequences = sequences_of_step(repaired, self.preset)
         number_tokens(sequences)
+        lr = self.recipe.lr_at(step)
+        of_critic = {} if self.critic is None else self.critic.learn(sequences, lr)
+        is_frozen = self.critic is not None and step < self.recipe.algorithm.critic.warmup_steps
+        balance_step = 0.0 if is_frozen else self.recipe.balance_step
+        self.step.cfg = self.step.cfg.model_copy(update={"balance_step": balance_step})
         parts = [self._batches(part) for part in divided(repaired, sequences, self.recipe.algorithm.steps_per_batch)]
         if len(parts) > 1 and self.preset.needs_old:
             parts = [
@@ -112,10 +121,10 @@ class PolicyTrainer:
             ]
         metrics: dict[str, float] = {}
         for batches in parts:
-            metrics = self.step.run(batches, self.recipe.lr_at(step))
-        if self.recipe.resets_after(step):
+            metrics = self.step.run(batches, 0.0 if is_frozen else lr)  # at rate 0 it gives figures alone
+        if is_frozen or self.recipe.resets_after(step):
             self.step.optimizers.reset()
-        return Trained(metrics, repairs, self._scored.take(sequences))
+        return Trained(metrics | of_critic, repairs, self._scored.take(sequences))
 
     def _batches(self, sequences: Sequence[TrainingSequence]) -> list[Batch]:
         packed = batches_of(sequences, pack(sequences, self.recipe.pass_tokens), 0)
@@ -130,21 +139,20 @@ class PolicyTrainer:
 
     def learnt(self) -> Mapping[str, Tensor]:
         """The weights as the optimizer updates them."""
-        return self.model.state_dict() if self.masters is None else self.masters.state_dict(self.model)
+        return self.step.state()["model"]
 
     def state(self) -> dict[str, Any]:
         reference = None if self.reference is None else self.reference.state_dict()
-        return {"model": self.learnt(), "optimizer": self.step.optimizers.state_dict(), "reference": reference}
+        critic = None if self.critic is None else self.critic.step.state()
+        return {**self.step.state(), "reference": reference, "critic": critic}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if self.masters is None:
-            self.model.load_state_dict(state["model"])
-        else:
-            self.masters.load_state_dict(self.model, state["model"])
         self.begin()
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
-        self.step.optimizers.load_state_dict(state["optimizer"])
+        if self.critic is not None:
+            self.critic.step.load_state(state["critic"])
+        self.step.load_state(state)
 
 
 def _supervised(examples: Sequence[tuple[list[int], list[bool]]]) -> Batch:

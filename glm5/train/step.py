@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -101,6 +101,18 @@ class Step:
         self.optimizers.zero_grad()
         self.balance.update(self.cfg.balance_step)
         return metrics
+
+    def state(self) -> dict[str, Any]:
+        """The weights as the optimizers update them, and the optimizers' state: the tensors themselves."""
+        weights = self.model.state_dict() if self.masters is None else self.masters.state_dict(self.model)
+        return {"model": weights, "optimizer": self.optimizers.state_dict()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if self.masters is None:
+            self.model.load_state_dict(state["model"])
+        else:
+            self.masters.load_state_dict(self.model, state["model"])
+        self.optimizers.load_state_dict(state["optimizer"])
 
     def on_hidden_states(self, batch: Batch, view: PackedView, work: Callable[[Tensor], Result]) -> Result | None:
         """What `work` returns for the hidden states [T, D] of a forward pass; None on ranks that do not have them."""

@@ -1,6 +1,7 @@
 """The formulas of reinforcement learning as functions of tensors, without trainer and engine.
 
     advantages.py   rewards of groups -> how much better than its group each rollout is
+    gae.py          rewards and a critic's values -> the advantage of each token
     ratios.py       log-probabilities of the same tokens by three policies -> their ratios rho, r and s
     weights.py      ratios and advantages -> the factor of each token's log pi in the loss
     table.py        the presets: a name for each published combination

@@ -25,9 +25,10 @@ Reduction = Literal["sequence-mean", "token-mean"]
 @dataclass(frozen=True)
 class Preset:
     """`needs_old`: it compares with the trainer's own earlier pass, which must be made before the first of several
-    optimizer steps on a batch. `parameters`: other values than the defaults of `function`."""
+    optimizer steps on a batch. `parameters`: other values than the defaults of `function`. `advantages`: None
+    where a critic gives each token its own (rl/training/critic.py)."""
 
-    advantages: Advantages
+    advantages: Advantages | None
     function: Callable[..., Weights]
     reduction: Reduction
     needs_old: bool
@@ -48,12 +49,14 @@ PRESETS: dict[str, Preset] = {
     "grpo": Preset(group_mean_std, weights.icepop, "sequence-mean", needs_old=True),
     "grpo-no-std": Preset(group_mean, weights.icepop, "sequence-mean", needs_old=True),
     "dis": Preset(group_mean, weights.dis, "token-mean", needs_old=False),
+    "sao": Preset(None, weights.dis, "token-mean", needs_old=False),
     "gspo": Preset(group_mean_std, weights.gspo, "sequence-mean", needs_old=True),
     "cispo": Preset(group_mean_std, weights.cispo, "token-mean", needs_old=True),
     "dppo": Preset(group_mean, weights.dppo, "token-mean", needs_old=False),
     "kpop": Preset(group_mean_std, weights.kpop, "sequence-mean", needs_old=True),
     "flash-reinforce": Preset(batch_mean, weights.flash_reinforce, "sequence-mean", needs_old=False),
     "tis": Preset(group_mean_std, weights.tis, "sequence-mean", needs_old=True),
+    "reinforce": Preset(group_mean, weights.reinforce, "token-mean", needs_old=False),
 }
 
 

@@ -78,6 +78,11 @@ def dis(of: Ratios, *, eps_low: float = 0.3, eps_high: float = 5.0) -> Weights:
     return _masked(s_T * of.advantage_T, ~((s_T > 1 - eps_low) & (s_T < 1 + eps_high)))
 
 
+def reinforce(of: Ratios) -> Weights:
+    """A log pi, whatever weights sampled the token: for comparisons."""
+    return Weights(of.advantage_T, torch.zeros_like(of.s, dtype=torch.bool))
+
+
 def dppo(of: Ratios, *, delta: float = 0.2, tau: float = 1e-3) -> Weights:
     """s A - tau log^2 s, unless the probability has already moved by more than delta to where A pushes it:
     A > 0 and pi - pi_rollout > delta, or A < 0 and pi - pi_rollout < -delta.

@@ -7,6 +7,7 @@
 Indexers do not learn (GLM-5 report, section 3.2), nor does the MTP layer, of which no stream has a loss.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -39,12 +40,13 @@ def policy_step(
     *,
     balance_step: float = 0.0,
     balance_weight: float = 0.0,
+    choose: Callable[[Glm5], None] = choose_parameters,
 ) -> Step:
-    """A step of a model on one device. `masters`: made after `choose_parameters`, where passes are in fewer bits.
+    """A step of a model on one device. `masters`: made after `choose`, where passes are in fewer bits.
 
     `balance_step`, `balance_weight`: of the routers' selection bias, frozen by default, and their auxiliary loss.
     """
-    choose_parameters(model)
+    choose(model)
     named = dict(model.named_parameters()) if masters is None else masters.trained()
     losses = LossConfig(mtp_depth=0, balance_step=balance_step, balance_weight=balance_weight, chunk=objective.chunk)
     return Step(model, Optimizers(named, model.cfg, optimizer), losses, SPARSE, masters, objective)

@@ -3,7 +3,7 @@
     policy       weight of the token in the policy's loss: copies / sampled tokens of the rollout ("sequence-mean"), or
                  copies ("token-mean"); 0 for context. Its sum over the step is the denominator.
     entropy      the same, of the entropy; ref_kl the same, of the KL to the reference
-    advantage    of the rollout
+    advantage    of the rollout; 0 where a critic gives each token its own later
     rollout      the log-probability that the engine reported; temperature that at which the token was sampled
 
 A sampled segment that several leaves share is trained in the first of their sequences and context in the others.
@@ -76,7 +76,9 @@ def sequences_of_step(groups: Sequence[RepairedGroup], preset: Preset) -> list[T
     for one in rollouts:
         _check(one)
     rewards = torch.tensor([one.reward for one in rollouts], dtype=torch.float64)
-    advantages = preset.advantages(rewards, torch.tensor(numbers, dtype=torch.int64)).tolist()
+    advantages = [0.0] * len(rollouts)
+    if preset.advantages is not None:
+        advantages = preset.advantages(rewards, torch.tensor(numbers, dtype=torch.int64)).tolist()
     found: list[TrainingSequence] = []
     for one, advantage, number in zip(rollouts, advantages, copies, strict=True):
         if one.is_withheld:

@@ -91,6 +91,8 @@ FORMULAS = {
     "gspo": (gspo, 6e-3),
     "cispo": (lambda logp, of: (logp - of.old_T).exp().detach().clamp_max(5.0) * of.advantage_T * logp, 1.5),
     "dis": (dis, 0.8),
+    "sao": (dis, 0.8),
+    "reinforce": (lambda logp, of: of.advantage_T * logp, 0.8),
     "dppo": (dppo, 0.8),
     "flash-reinforce": (flash, 0.25),
 }
@@ -119,8 +121,10 @@ def test_the_gradient_is_that_of_the_formula(name, seed):
     assert not weight[masked].any()
     assert not got[masked].any()
     assert got[~masked & (of.advantage_T != 0)].abs().amax(dim=1).min() > 0
-    if name != "cispo":
+    if name not in ("cispo", "reinforce"):
         assert 0 < masked.sum() < len(masked)
+    if name == "reinforce":
+        return
     control = preset.weigh(Ratios(of.current_T, of.old_T + 1, of.rollout_T - 1, *list(vars(of).values())[3:6]))
     assert (control.weight_T - weight).abs().max() > 1e-3
 
@@ -189,7 +193,7 @@ def test_log_probabilities_that_are_not_finite_are_masked_or_seen():
     for name, preset in PRESETS.items():
         bad = Ratios(of.current_T, of.old_T, torch.tensor([-0.7, math.nan]).double(), *list(vars(of).values())[3:6])
         weight, masked = preset.weigh(bad)
-        uses_rollout = name not in ("gspo", "cispo")
+        uses_rollout = name not in ("gspo", "cispo", "reinforce")
         assert not uses_rollout or masked[1] or weight[1].isnan(), name
 
 
