@@ -147,7 +147,7 @@ class Run:
         async with workers as self.workers:
             with Watch(self.out, self.recipe, self.number) as self.watch, interrupts as interrupted:
                 try:
-                    await self._start_engine()
+                    await self._alive(self._push, is_dead=True)
                     gc.collect()
                     gc.freeze()  # what is there stays; no collection needs to visit it again
                     await self._steps(interrupted)
@@ -250,10 +250,9 @@ class Run:
         if self.rollouts is not None:
             self.rollouts.pushed(version)
 
-    async def _alive(self, action: Callable[[], Awaitable[T]]) -> T:
+    async def _alive(self, action: Callable[[], Awaitable[T]], *, is_dead: bool = False) -> T:
         """Do what needs the engines. Where all have ended, they are started again with the current weights, once in a
-        step."""
-        is_dead = False
+        step. `is_dead`: they have not started yet."""
         while True:
             with self._naming_state():
                 try:
@@ -265,7 +264,9 @@ class Run:
                     if not isinstance(cause, EngineDead):
                         raise cause from error
                     if self.has_restarted:
-                        raise TrainingError(f"the engine was started again once in this step, and ended again: {cause}") from error
+                        raise TrainingError(
+                            f"the engine was started again in this step and ended again: {cause}"
+                        ) from error
             logger.warning("the engine ended: %s; it is started again with the weights of step %d", cause, self.number)
             is_dead = self.has_restarted = True
 

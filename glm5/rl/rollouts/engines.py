@@ -36,9 +36,17 @@ class Engines:
         self.num_lost = 0
 
     def start(self) -> None:
-        """Build and start all of them. Raises what building raises."""
+        """Build and start all of them. One that ends at it is started again later; raises EngineDead where all do, and
+        what else building raises."""
+        reason = EngineDead("there are no engines")
         for number in range(self.count):
-            self._join(number, self._built(number))
+            try:
+                self._join(number, self._built(number))
+            except EngineDead as error:
+                logger.warning("engine %d of %d did not start: %s", number, self.count, error)
+                reason = error
+        if not self._all:
+            raise reason
 
     async def close(self) -> None:
         """End all of them, those included that are being started again. Closing again does nothing."""
@@ -95,15 +103,16 @@ class Engines:
         logger.warning(
             "engine %d of %d ended: %s; its requests go on elsewhere", number, self.count, engine.stopped_because
         )
+        self._start_again(number, engine)
+
+    def _start_again(self, number: int, ended: AsyncEngine | None = None) -> None:
         if self._restarts[number] < RESTARTS:
             self._restarts[number] += 1
-            self._starting[number] = asyncio.create_task(asyncio.to_thread(self._replaced, engine, number))
+            self._starting[number] = asyncio.create_task(asyncio.to_thread(self._built, number, ended))
 
-    def _replaced(self, engine: AsyncEngine, number: int) -> AsyncEngine:
-        engine.close()
-        return self._built(number)
-
-    def _built(self, number: int) -> AsyncEngine:
+    def _built(self, number: int, ended: AsyncEngine | None = None) -> AsyncEngine:
+        if ended is not None:
+            ended.close()
         engine = self._make(number)
         engine.start()
         return engine
@@ -120,6 +129,8 @@ class Engines:
         joining = {number: task for number, task in self._starting.items() if task.done()}
         for number in joining:
             del self._starting[number]
+        for number in set(range(self.count)) - {*self._all, *self._starting, *joining}:
+            self._start_again(number)
         ready = dict(self._all)
         for number, task in joining.items():
             try:

@@ -272,7 +272,7 @@ def test_a_killed_engine_is_started_again(done, tmp_path, monkeypatch, caplog, o
 @pytest.mark.long
 def test_an_engine_killed_twice_ends_the_run(tmp_path, monkeypatch):
     killing_engine(monkeypatch, [5, 9])
-    with pytest.raises(TrainingError, match=r"the engine was started again once in this step, and ended again: .*SIGKILL"):
+    with pytest.raises(TrainingError, match=r"the engine was started again in this step and ended again: .*SIGKILL"):
         run(small_recipe(tmp_path))
 
 
