@@ -3,6 +3,7 @@
     guess, guess-crash, reverse, sort, kuhn, grid      small ones, whose optimum is known
     math, science, code, tools                         the domains of the report's reasoning RL, in three levels
     reasoning-gym/NAME                                 a dataset of that package (extra: reasoning-gym)
+    swe/FOLDER                                         faults in packages, which glm5 env make swe put there
     package.module:name                                your own: a class or function without arguments
 
 A new one is a class of `protocol.py` and a line here.
@@ -23,6 +24,8 @@ from glm5.rl.environments.mathematics import mathematics
 from glm5.rl.environments.protocol import Environment
 from glm5.rl.environments.reasoning import PREFIX, Reasoning
 from glm5.rl.environments.science import science
+from glm5.rl.environments.swe import PREFIX as SWE
+from glm5.rl.environments.swe import Software
 from glm5.rl.environments.tools import Tools
 
 ENVIRONMENTS: dict[str, Callable[[Boxes], Environment]] = {
@@ -46,9 +49,11 @@ def make(name: str, boxes: Boxes = NO_BOXES) -> Environment:
         return _imported(name)
     if name.startswith(PREFIX):
         return Reasoning(name.removeprefix(PREFIX))
+    if name.startswith(SWE):
+        return Software(name.removeprefix(SWE), boxes)
     if name not in ENVIRONMENTS:
         near = get_close_matches(name, ENVIRONMENTS, n=1)
-        all_names = ", ".join([*ENVIRONMENTS, f"{PREFIX}NAME", "package.module:name"])
+        all_names = ", ".join([*ENVIRONMENTS, f"{PREFIX}NAME", f"{SWE}FOLDER", "package.module:name"])
         known = f"did you mean {near[0]}?" if near else f"known are {all_names}"
         raise ConfigError(f"no environment is called {name!r:.80}; {known}")
     return ENVIRONMENTS[name](boxes)

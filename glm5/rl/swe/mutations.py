@@ -58,8 +58,8 @@ Change = tuple[str, int, int, str]
 @dataclass(frozen=True)
 class Mutation:
     """A change, and what is needed to try it in a running program. `first_line`: of the outermost function around it,
-    with its decorators; `covered_line`: of the innermost; `block`: the whole changed statement of the module, which
-    begins at `block_line`. `default`: for an argument's default, its place from the last one, and its new text."""
+    with its decorators; `covered_line`: of the innermost; `block`: begin and end of the statement of the module.
+    `default`: for an argument's default, its place from the last one, and its new text."""
 
     kind: str
     start: int
@@ -67,26 +67,35 @@ class Mutation:
     text: str
     first_line: int
     covered_line: int
-    block: str
+    block: tuple[int, int]
     block_line: int
     default: tuple[int, str] | None = None
 
+    def changed(self, source: bytes) -> str:
+        """The statement with the change; "" where that is no other program."""
+        start, end = self.block
+        old, new = source[start:end], source[start : self.start] + self.text.encode() + source[self.end : end]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                compile(new, "", "exec")
+            return new.decode() if ast.dump(ast.parse(old)) != ast.dump(ast.parse(new)) else ""
+        except (ValueError, SyntaxError, RecursionError):
+            return ""
+
 
 def mutations(source: bytes) -> Iterator[Mutation]:
-    """Every fault of a module's functions. Nothing, where it is no Python in UTF-8."""
+    """Every fault of a module's functions, and texts that are none. Nothing, where it is no Python in UTF-8."""
     try:
         tree = ast.parse(source.decode())
     except (ValueError, SyntaxError, RecursionError):
         return
     text = _Text(source)
     for block in tree.body:
-        start, end = text.starts[_first_line(block) - 1], text.end(block)
+        around = text.starts[_first_line(block) - 1], text.end(block)
         for outer in _functions(block):
             for change, inner, default in _changes(text, outer):
-                new = source[start : change[1]] + change[3].encode() + source[change[2] : end]
-                if _differs(source[start:end], new):
-                    lines = _first_line(outer), _first_line(inner), new.decode(), _first_line(block)
-                    yield Mutation(*change, *lines, default)
+                yield Mutation(*change, _first_line(outer), _first_line(inner), around, _first_line(block), default)
 
 
 class _Text:
@@ -127,16 +136,6 @@ def _functions(node: ast.stmt) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDe
     elif isinstance(node, ast.ClassDef | ast.If | ast.Try):
         for each in node.body:
             yield from _functions(each)
-
-
-def _differs(old: bytes, new: bytes) -> bool:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            compile(new, "", "exec")
-            return ast.dump(ast.parse(old)) != ast.dump(ast.parse(new))
-    except (ValueError, SyntaxError, RecursionError):
-        return False
 
 
 def _changes(text: _Text, outer: ast.FunctionDef | ast.AsyncFunctionDef):

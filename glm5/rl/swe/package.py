@@ -70,7 +70,9 @@ def is_test(path: str) -> bool:
 
 def roots(files: Mapping[str, bytes]) -> list[str]:
     """Folders to import from: the one with the program, then the top."""
-    inside = next((top for top in ("src", "lib") if any(re.match(rf"{top}/[^/]+(/__init__)?\.py$", f) for f in files)), "")
+    inside = next(
+        (top for top in ("src", "lib") if any(re.match(rf"{top}/[^/]+(/__init__)?\.py$", f) for f in files)), ""
+    )
     return list(dict.fromkeys([inside or ".", "."]))
 
 
@@ -88,6 +90,12 @@ def program(files: Mapping[str, bytes]) -> dict[str, bytes]:
 def test_files(files: Mapping[str, bytes]) -> list[str]:
     """What pytest collects."""
     return sorted(path for path in files if re.search(r"(^|/)(test_[^/]*|[^/]*_tests?)\.py$", path))
+
+
+def Request(files, do, tests_in, seconds, test_seconds=5.0, **more):
+    """What the runner is asked. `seconds`: for one fork, `test_seconds`: for one test in it."""
+    about = {"do": do, "path": roots(files), "files": list(tests_in), "seconds": seconds, "test_seconds": test_seconds}
+    return about | more
 
 
 def fill(box: Box, files: Mapping[str, bytes], runtime: bytes) -> None:

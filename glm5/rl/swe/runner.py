@@ -115,12 +115,12 @@ def play(items, tell, request):
         tell([item.nodeid])
         outcome, told, called = {}, {}, set()
 
-        def logged(report, outcome=outcome, told=told, item=item):
+        def logged(report, outcome=outcome, told=told):
             outcome[report.when] = report.outcome if not hasattr(report, "wasxfail") else "skipped"
             if report.failed:
-                told[report.when] = said(report, item)
+                told[report.when] = said(report)
 
-        def trace(frame, event, arg, called=called):
+        def trace(frame, _event, _arg, called=called):
             if frame.f_code.co_filename.startswith(HERE):
                 called.add((frame.f_code.co_filename[len(HERE) :], frame.f_code.co_firstlineno))
 
@@ -133,7 +133,7 @@ def play(items, tell, request):
                 sys.settrace(trace)
             following = chosen[place + 1] if place + 1 < len(chosen) else None
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - also what the alarm raises
             outcome["call"], told["call"] = "failed", type(error).__name__
         finally:
             sys.settrace(None)
@@ -141,7 +141,15 @@ def play(items, tell, request):
             item.config.pluginmanager.unregister(plugin)
         parts = set(outcome.values())
         ended = "failed" if "failed" in parts else "passed" if parts == {"passed"} else "skipped"
-        tell([item.nodeid, ended, round(time.monotonic() - begun, 4), "\n".join(told.values())[:MAX_TOLD], sorted(called)])
+        tell(
+            [
+                item.nodeid,
+                ended,
+                round(time.monotonic() - begun, 4),
+                "\n".join(told.values())[:MAX_TOLD],
+                sorted(called),
+            ]
+        )
 
 
 HERE = os.path.abspath("repo") + "/"
@@ -151,7 +159,7 @@ def expired(*_):
     raise TimeoutError("it took too long")
 
 
-def said(report, item):
+def said(report):
     """The line of the test that failed, and what was wrong there."""
     lines = str(report.longreprtext).split("\n")
     crash = getattr(getattr(report.longrepr, "reprcrash", None), "message", "") or (lines[-1] if lines else "")
@@ -199,7 +207,7 @@ def change(functions, fault):
     tree = ast.parse(fault["block"])
     ast.increment_lineno(tree, fault["block_line"] - 1)
     flags = old.co_flags & 0x1FE0000  # those of `from __future__ import`
-    codes = [compile(tree, old.co_filename, "exec", flags, True)]
+    codes = [compile(tree, old.co_filename, "exec", flags, dont_inherit=True)]
     while codes:
         code = codes.pop()
         if code.co_firstlineno == old.co_firstlineno and code.co_name == old.co_name:
