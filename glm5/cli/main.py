@@ -22,8 +22,8 @@ from glm5.common.errors import ConfigError, GlmError, UsageError, advice_on_file
 from glm5.common.interrupt import held_interrupt, orderly_end
 
 # What a command does, in the words of `glm5 --help`. Its file, `bench_all.py` for "bench all", has `add(parser)`, which
-# adds its flags, and `run(args) -> exit code`. Of two words, the first is a group of commands, or a command itself; three
-# are one command.
+# adds its flags, and `run(args) -> exit code`. Of two words, the first is a group of commands, or a command itself.
+# Three are one command.
 COMMANDS = {
     "demo": "train a small GLM-5, serve it and ask it",
     "serve": "serve a model over HTTP",

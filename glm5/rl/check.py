@@ -160,7 +160,7 @@ def _reward(environment: Environment, task: Task, replies: Sequence[Reply]) -> f
 
 def _found(bench: _Bench, task: Task) -> list[str]:
     """Hidden texts in the box that an unsolved episode begins with."""
-    if not (texts := bench.environment.hidden(task)):
+    if not (texts := list(bench.environment.hidden(task))):
         return []
     bench.opened.clear()
     episode = bench.environment.reset(task)

@@ -10,6 +10,7 @@ such as what reads the stack or leaves the process, are not run.
 
 import ast
 import json
+import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,16 +24,16 @@ from glm5.common.errors import ConfigError
 from glm5.rl.environments.boxes import NO_BOXES, Box, Boxes
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn, left_out
 from glm5.rl.environments.tool_use import LazyBox, ToolEpisode, call, function_tool
-from glm5.rl.swe.package import Request, asked, fill, is_test, program, read_source, roots, runtime, with_canaries
+from glm5.rl.swe.package import asked, fill, is_test, program, read_source, request, roots, runtime, with_canaries
 
 PREFIX = "swe/"
 NUM_TURNS, SHELL_SECONDS, TEST_SECONDS, GRADE_SECONDS = 40, 30.0, 10.0, 90.0
 MAX_CHANGED, MAX_FILES = 1_000_000, 20
-REFUSED = frozenset(
-    "pytest _pytest pluggy unittest doctest builtins __builtins__ gc ctypes atexit signal inspect traceback _exit fork "
-    "kill settrace setprofile _getframe f_back f_globals f_locals tb_frame tb_next __globals__ __code__ __subclasses__ "
-    "__import__ import_module importlib eval exec compile globals meta_path path_hooks modules settings excepthook "
-    "AssertionError TestCase multiprocessing subprocess threading marshal pickle mmap system popen".split()
+REFUSED = re.compile(
+    "_?pytest|pluggy|unittest|doctest|(__)?builtins(__)?|gc|ctypes|atexit|signal|inspect|traceback|_exit|fork|kill|settrace"
+    "|setprofile|_getframe|f_back|f_globals|f_locals|tb_frame|tb_next|__globals__|__code__|__subclasses__|__import__|eval"
+    "|import_module|importlib|exec|compile|globals|meta_path|path_hooks|modules|excepthook|AssertionError|TestCase|popen"
+    "|multiprocessing|subprocess|threading|marshal|pickle|mmap|system"
 )
 BASH = function_tool("bash", "Run a command in the folder of the package.", command="a line of shell")
 # The files of a program that differ from these digests, as JSON.
@@ -80,9 +81,10 @@ class Software(Environment):
         record = self._records[level][seed % len(self._records[level])]
         failures = "\n".join(f"- {name}\n{_indented(told)}" for name, told in record["failures"])
         text = (
-            f"The Python package in this folder ({record['package']}) does not do what it should. Tests of it, which are "
-            f"not here, fail; {len(record['fail_to_pass'])} in all, such as:\n\n{failures}\n\nFind what is wrong in the "
-            "package and repair it there. When you are done, answer without a tool call: then these and other tests run."
+            f"The Python package in this folder ({record['package']}) does not do what it should. Tests of it, which "
+            f"are not here, fail; {len(record['fail_to_pass'])} in all, such as:\n\n{failures}\n\nFind what is wrong "
+            "in the package and repair it there. When you are done, answer without a tool call: then these and other "
+            "tests run."
         )
         return Task(self.name, seed, level, ({"role": "user", "content": text},), record, (BASH,))
 
@@ -150,11 +152,11 @@ class Software(Environment):
     def _outcomes(self, files: dict[str, bytes], names: Sequence[str]) -> dict[str, str]:
         """In a new box, by the name of a test. The last of two lines counts: tests are run once."""
         collected = sorted({name.partition("::")[0] for name in names})
-        request = Request(files, "grade", collected, GRADE_SECONDS, TEST_SECONDS, tests=list(names))
+        about = request(files, "grade", collected, GRADE_SECONDS, TEST_SECONDS, tests=list(names))
         box = self._boxes.open()
         try:
             fill(box, files, runtime())
-            lines = asked(box, self._boxes.python, request, GRADE_SECONDS + 10)
+            lines = asked(box, self._boxes.python, about, GRADE_SECONDS + 10)
             return {line[0]: line[1] for line in lines if isinstance(line, list) and len(line) > 1}
         except OSError:
             return {}
@@ -203,7 +205,7 @@ def _uses(content: bytes) -> Counter[str]:
         return Counter()
     names = [getattr(node, key, None) for node in nodes for key in ("id", "attr", "name", "module", "value", "arg")]
     words = (part for name in names if isinstance(name, str) for part in name.split("."))
-    return Counter(word for word in words if word in REFUSED)
+    return Counter(word for word in words if REFUSED.fullmatch(word))
 
 
 def _indented(text: str) -> str:

@@ -25,7 +25,7 @@ from glm5.rl.sandbox.backends import Backend
 from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.sandbox.sandbox import Limits, Sandbox, SandboxFailed
 from glm5.rl.swe.mutations import REMOVED_FUNCTION, Mutation, mutations
-from glm5.rl.swe.package import RUNTIME, Request, asked, fill, program, read_source, runtime, test_files, with_canaries
+from glm5.rl.swe.package import RUNTIME, asked, fill, program, read_source, request, runtime, test_files, with_canaries
 from glm5.train.state import locked
 
 LIMITS = Limits(memory_mb=2000, disk_mb=256, output_bytes=64_000_000)
@@ -81,8 +81,8 @@ class _Maker:
         if len(tests) < 2:
             raise ConfigError("no two of its tests pass here: what they import may be missing")
         wrong = with_canaries(files, test_files(files))
-        request = Request(files, "measure", test_files(files), seconds=MEASURE_SECONDS, traced=[False])
-        for line in self._ask(wrong, request, 2 * MEASURE_SECONDS):
+        about = request(files, "measure", test_files(files), seconds=MEASURE_SECONDS, traced=[False])
+        for line in self._ask(wrong, about, 2 * MEASURE_SECONDS):
             if isinstance(line, list) and line[1] == "failed" and line[0] in tests:
                 tests[line[0]] = (*tests[line[0]][:2], True)
         with atomic_dir(self.folder) as folder:
@@ -93,10 +93,10 @@ class _Maker:
 
     def _passing(self, files: dict[str, bytes]) -> Iterator[tuple[str, float, list[tuple[str, int]]]]:
         """Tests that pass twice, with what they call."""
-        request = Request(files, "measure", test_files(files), seconds=MEASURE_SECONDS, traced=[True, False])
+        about = request(files, "measure", test_files(files), seconds=MEASURE_SECONDS, traced=[True, False])
         called: dict[str, list[tuple[str, int]]] = {}
         own = program(files)
-        for line in self._ask(files, request, 2 * MEASURE_SECONDS):
+        for line in self._ask(files, about, 2 * MEASURE_SECONDS):
             if not isinstance(line, list) or line[1] != "passed":
                 continue
             if line[0] in called:
@@ -150,15 +150,15 @@ class _Maker:
             if chosen[key]
         ]
         collected = sorted({name.partition("::")[0] for names in chosen.values() for name in names})
-        request = Request(files, "mutants", collected, FAULT_SECONDS, test_seconds=FAULT_SECONDS / 2, mutants=faults)
-        return {line[0]: line[1] for line in self._ask(files, request, BATCH_SECONDS) if isinstance(line, list)}
+        about = request(files, "mutants", collected, FAULT_SECONDS, test_seconds=FAULT_SECONDS / 2, mutants=faults)
+        return {line[0]: line[1] for line in self._ask(files, about, BATCH_SECONDS) if isinstance(line, list)}
 
-    def _ask(self, files: dict[str, bytes], request: dict[str, Any], seconds: float) -> list[Any]:
+    def _ask(self, files: dict[str, bytes], about: dict[str, Any], seconds: float) -> list[Any]:
         if self._is_stopped:
             raise ConfigError("it was stopped")
         with Sandbox(self._backend, LIMITS) as self._box:
             fill(self._box, files, runtime())
-            return asked(self._box, self._backend.python, request, seconds)
+            return asked(self._box, self._backend.python, about, seconds)
 
     def stop(self) -> None:
         """Let another thread's `run` end soon."""

@@ -1,7 +1,7 @@
 """A package with tests: what of a source distribution is program, test or other, and how its tests run in a box.
 
-Tests stand in folders called test or tests, or are called test_*.py, *_test.py or conftest.py. A policy sees the program
-alone. Its changes count in .py files of the program only; everything else is as the package had it.
+Tests stand in folders called test or tests, or are called test_*.py, *_test.py or conftest.py. A policy sees only
+the program. Its changes count in .py files of the program only; everything else is as the package had it.
 """
 
 import ast
@@ -13,7 +13,7 @@ import re
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -30,7 +30,7 @@ _NO_PROGRAM = re.compile(r"^(docs?|examples?|benchmarks?|bench|tools|scripts|set
 
 
 def read_source(source: Path) -> dict[str, bytes]:
-    """The files of an unpacked folder or a .tar.gz, by their paths below its top folder. Raises ConfigError, OSError."""
+    """The files of a folder or a .tar.gz by their paths below its top folder. Raises ConfigError, OSError."""
     files: dict[str, bytes] = {}
     size = 0
     try:
@@ -44,7 +44,7 @@ def read_source(source: Path) -> dict[str, bytes]:
     return files
 
 
-def _entries(source: Path):
+def _entries(source: Path) -> Iterator[tuple[str, bytes]]:
     if source.is_dir():
         for path in sorted(source.rglob("*")):
             if path.is_file() and not path.is_symlink() and ".git" not in path.parts:
@@ -58,7 +58,7 @@ def _entries(source: Path):
                 yield _checked(member.name.partition("/")[2], member.size, content.read)
 
 
-def _checked(path: str, size: int, read: Any) -> tuple[str, bytes]:
+def _checked(path: str, size: int, read: Callable[[], bytes]) -> tuple[str, bytes]:
     if ".." in PurePosixPath(path).parts or path.startswith("/"):
         raise ConfigError(f"{path!r:.80} leads out of its folder")
     return path, read() if size <= MAX_FILE and not path.endswith((".pyc", ".so")) else b""
@@ -92,10 +92,17 @@ def test_files(files: Mapping[str, bytes]) -> list[str]:
     return sorted(path for path in files if re.search(r"(^|/)(test_[^/]*|[^/]*_tests?)\.py$", path))
 
 
-def Request(files, do, tests_in, seconds, test_seconds=5.0, **more):
+def request(
+    files: Mapping[str, bytes],
+    do: str,
+    collected: Sequence[str],
+    seconds: float,
+    test_seconds: float = 5.0,
+    **more: Any,
+) -> dict[str, Any]:
     """What the runner is asked. `seconds`: for one fork, `test_seconds`: for one test in it."""
-    about = {"do": do, "path": roots(files), "files": list(tests_in), "seconds": seconds, "test_seconds": test_seconds}
-    return about | more
+    times = {"seconds": seconds, "test_seconds": test_seconds}
+    return {"do": do, "path": roots(files), "files": list(collected), **times, **more}
 
 
 def fill(box: Box, files: Mapping[str, bytes], runtime: bytes) -> None:
@@ -106,9 +113,9 @@ def fill(box: Box, files: Mapping[str, bytes], runtime: bytes) -> None:
     box.write("runner.py", Path(__file__).with_name("runner.py").read_bytes())
 
 
-def asked(box: Box, python: str, request: Mapping[str, Any], seconds: float) -> list[Any]:
+def asked(box: Box, python: str, about: Mapping[str, Any], seconds: float) -> list[Any]:
     """The lines that the runner answers; those before its end, where a limit ended it."""
-    done = box.run([python, "-I", "-S", "-B", "runner.py"], timeout=seconds, stdin=json.dumps(request).encode())
+    done = box.run([python, "-I", "-S", "-B", "runner.py"], timeout=seconds, stdin=json.dumps(about).encode())
     lines = list[Any]()
     for line in done.stdout.split(b"\n")[:-1]:
         try:

@@ -1,6 +1,7 @@
 """Tasks of software engineering: made, solved, checked; and cheats, none of which is rewarded."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -178,7 +179,7 @@ def test_cheats_are_not_rewarded(environment, task, name):
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_cheats_that_are_run_are_not_rewarded(environment, task, name, monkeypatch):
     """Without the list of refused names, which a program may get around."""
-    monkeypatch.setattr(swe, "REFUSED", frozenset())
+    monkeypatch.setattr(swe, "REFUSED", re.compile("(?!)"))
     assert play(environment, task, IN_PROCESS[name]) == 0
 
 
@@ -186,6 +187,6 @@ def test_cheats_that_are_run_are_not_rewarded(environment, task, name, monkeypat
 @pytest.mark.parametrize("name", ["equal to everything", "reports patched", "results forged with the nonce"])
 def test_canaries_are_needed(environment, task, name, monkeypatch):
     """The control: these cheats work where no canary is run."""
-    monkeypatch.setattr(swe, "REFUSED", frozenset())
+    monkeypatch.setattr(swe, "REFUSED", re.compile("(?!)"))
     monkeypatch.setattr(swe.Software, "_fails_where_it_must", lambda *_: True)
     assert play(environment, task, IN_PROCESS[name]) == 1
