@@ -24,7 +24,7 @@ from glm5.common.errors import ConfigError
 from glm5.rl.environments.boxes import NO_BOXES, Box, Boxes
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn, left_out
 from glm5.rl.environments.tool_use import LazyBox, ToolEpisode, call, function_tool
-from glm5.rl.swe.package import asked, fill, is_test, program, read_source, request, roots, runtime, with_canaries
+from glm5.rl.swe.package import asked, fill, is_test, packages, program, read_source, request, runtime, with_canaries
 
 PREFIX = "swe/"
 NUM_TURNS, SHELL_SECONDS, TEST_SECONDS, GRADE_SECONDS = 40, 30.0, 10.0, 90.0
@@ -170,12 +170,10 @@ class Software(Environment):
             [self._boxes.python, "-I", "-S", "-c", _CHANGED], timeout=SHELL_SECONDS, stdin=json.dumps(digests).encode()
         )
         found = json.loads(box.read("changed.json"))
-        prefix = "" if roots(files)[0] == "." else f"{roots(files)[0]}/"
-        packages = {f"{prefix}{path.removeprefix(prefix).partition('/')[0]}/" for path in start}
         changed = {
             path: text.encode(errors="replace")
             for path, text in found.items()
-            if path in start or (not is_test(path) and any(path.startswith(each) for each in packages))
+            if path in start or (path.startswith(tuple(packages(files))) and not is_test(path))
         }
         is_small = len(changed) <= MAX_FILES and all(len(content) <= MAX_CHANGED for content in changed.values())
         return changed if is_small else None

@@ -25,12 +25,29 @@ from glm5.rl.sandbox.backends import Backend
 from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.sandbox.sandbox import Limits, Sandbox, SandboxFailed
 from glm5.rl.swe.mutations import REMOVED_FUNCTION, Mutation, mutations
-from glm5.rl.swe.package import RUNTIME, asked, fill, program, read_source, request, runtime, test_files, with_canaries
+from glm5.rl.swe.package import (
+    RUNTIME,
+    asked,
+    fill,
+    packages,
+    program,
+    read_source,
+    request,
+    runtime,
+    test_files,
+    with_canaries,
+)
 from glm5.train.state import locked
 
 LIMITS = Limits(memory_mb=2000, disk_mb=256, output_bytes=64_000_000)
 MEASURE_SECONDS, TEST_SECONDS, FAULT_SECONDS, BATCH_SECONDS = 240.0, 5.0, 4.0, 200.0
 BATCH, MAX_TESTS, MAX_TEST_TIME, MAX_ORIGINAL = 100, 24, 1.0, 8_000
+# Which of its arguments the interpreter has, by itself or within pip.
+THERE = """
+import sys
+from importlib.util import find_spec
+print(*[name for name in sys.argv[1:] if find_spec(name) or find_spec("pip") and find_spec("pip._vendor." + name)])
+"""
 Tests = dict[str, tuple[float, list[tuple[str, int]], bool]]
 """By name: seconds, functions called (path, first line), and whether it fails where its claims are wrong."""
 
@@ -74,9 +91,11 @@ class _Maker:
     def _measure(self) -> None:
         """Copy the package and run its tests. ConfigError where they cannot be used."""
         files = read_source(self._source)
-        names = {name.removesuffix(".py") for path in program(files) for name in Path(path).parts}
+        names = {Path(top).stem for top in packages(files)}
         if clash := names & set(RUNTIME):
             raise ConfigError(f"tests are run with {', '.join(clash)}, which it replaces")
+        if there := self._run([self._backend.python, "-c", THERE, *names]).strip():
+            raise ConfigError(f"the boxes have {there} already, with the solutions")
         tests = {name: (seconds, called, False) for name, seconds, called in self._passing(files)}
         if len(tests) < 2:
             raise ConfigError("no two of its tests pass here: what they import may be missing")
@@ -159,6 +178,10 @@ class _Maker:
         with Sandbox(self._backend, LIMITS) as self._box:
             fill(self._box, files, runtime())
             return asked(self._box, self._backend.python, about, seconds)
+
+    def _run(self, command: Sequence[str]) -> str:
+        with Sandbox(self._backend, LIMITS) as box:
+            return box.run(command).stdout.decode(errors="replace")
 
     def stop(self) -> None:
         """Let another thread's `run` end soon."""

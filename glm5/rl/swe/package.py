@@ -76,15 +76,17 @@ def roots(files: Mapping[str, bytes]) -> list[str]:
     return list(dict.fromkeys([inside or ".", "."]))
 
 
+def packages(files: Mapping[str, bytes]) -> list[str]:
+    """Folders of packages, with a slash, and files of modules: what can be imported, without tests."""
+    top = re.escape(roots(files)[0].replace(".", ""))
+    found = [re.match(rf"({top}/?)([^/]+/(?=__init__\.py$)|[^/]+\.py$)", path) for path in files if not is_test(path)]
+    return sorted(each[0] for each in found if each and not _NO_PROGRAM.match(each[2]))
+
+
 def program(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """The files of packages and modules that can be imported, without tests."""
-    top = roots(files)[0]
-    prefix = "" if top == "." else f"{top}/"
-    own = {path: content for path, content in files.items() if path.startswith(prefix) and not is_test(path)}
-    below = {path.removeprefix(prefix) for path in own}
-    names = {path.partition("/")[0] for path in below if re.match(r"[^/]+/__init__\.py$|[^/]+\.py$", path)}
-    names -= {name for name in names if _NO_PROGRAM.match(name)}
-    return {path: own[path] for path in own if path.removeprefix(prefix).partition("/")[0] in names}
+    tops = tuple(packages(files))
+    return {path: content for path, content in files.items() if path.startswith(tops) and not is_test(path)}
 
 
 def test_files(files: Mapping[str, bytes]) -> list[str]:
