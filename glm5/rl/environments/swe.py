@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from glm5.common.bounded import TABLES, read_bounded
 from glm5.common.errors import ConfigError
@@ -70,12 +70,13 @@ class Software(Environment):
         if not self._records:
             raise ConfigError(f"{folder}: has no tasks; make some with  glm5 env make swe SOURCE... --out {folder}")
         if bad := left_out(folder):
-            kept = [[one for n, one in enumerate(of) if self.task(n, lv).key not in bad] for lv, of in self._all()]
+            levels = dict(enumerate(self._records))
+            kept = [
+                [one for n, one in enumerate(of) if self.task(n, level).key not in bad] for level, of in levels.items()
+            ]
             self._records = [of for of in kept if of]
+        runtime()  # what is missing fails before the training
         self.levels, self.sandbox_levels = len(self._records), range(len(self._records))
-
-    def _all(self) -> list[tuple[int, list[dict[str, Any]]]]:
-        return list(enumerate(self._records))
 
     def task(self, seed: int, level: int) -> Task:
         record = self._records[level][seed % len(self._records[level])]
@@ -170,9 +171,11 @@ class Software(Environment):
             [self._boxes.python, "-I", "-S", "-c", _CHANGED], timeout=SHELL_SECONDS, stdin=json.dumps(digests).encode()
         )
         found = json.loads(box.read("changed.json"))
+        if not isinstance(found, dict):
+            raise ValueError("the policy put another list there")
         changed = {
-            path: text.encode(errors="replace")
-            for path, text in found.items()
+            path: str(text).encode(errors="replace")
+            for path, text in cast("dict[str, Any]", found).items()
             if path in start or (path.startswith(tuple(packages(files))) and not is_test(path))
         }
         is_small = len(changed) <= MAX_FILES and all(len(content) <= MAX_CHANGED for content in changed.values())

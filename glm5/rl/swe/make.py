@@ -25,23 +25,13 @@ from glm5.rl.sandbox.backends import Backend
 from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.sandbox.sandbox import Limits, Sandbox, SandboxFailed
 from glm5.rl.swe.mutations import REMOVED_FUNCTION, Mutation, mutations
-from glm5.rl.swe.package import (
-    RUNTIME,
-    asked,
-    fill,
-    packages,
-    program,
-    read_source,
-    request,
-    runtime,
-    test_files,
-    with_canaries,
-)
+from glm5.rl.swe.package import RUNTIME, asked, fill, packages, program, read_source, request, runtime, with_canaries
+from glm5.rl.swe.package import test_files as tests_in
 from glm5.train.state import locked
 
 LIMITS = Limits(memory_mb=2000, disk_mb=256, output_bytes=64_000_000)
-MEASURE_SECONDS, TEST_SECONDS, FAULT_SECONDS, BATCH_SECONDS = 240.0, 5.0, 4.0, 200.0
-BATCH, MAX_TESTS, MAX_TEST_TIME, MAX_ORIGINAL = 100, 24, 1.0, 8_000
+MEASURE_SECONDS, FAULT_SECONDS, BATCH_SECONDS = 240.0, 4.0, 200.0
+BATCH, MAX_TESTS, MAX_TEST_TIME, MIN_PASSED, MAX_ORIGINAL = 100, 24, 1.0, 6, 8_000
 # Which of its arguments the interpreter has, by itself or within pip.
 THERE = """
 import sys
@@ -94,13 +84,15 @@ class _Maker:
         names = {Path(top).stem for top in packages(files)}
         if clash := names & set(RUNTIME):
             raise ConfigError(f"tests are run with {', '.join(clash)}, which it replaces")
-        if there := self._run([self._backend.python, "-c", THERE, *names]).strip():
+        with Sandbox(self._backend) as box:
+            there = box.run([self._backend.python, "-c", THERE, *names]).stdout.decode().strip()
+        if there:
             raise ConfigError(f"the boxes have {there} already, with the solutions")
         tests = {name: (seconds, called, False) for name, seconds, called in self._passing(files)}
         if len(tests) < 2:
             raise ConfigError("no two of its tests pass here: what they import may be missing")
-        wrong = with_canaries(files, test_files(files))
-        about = request(files, "measure", test_files(files), seconds=MEASURE_SECONDS, traced=[False])
+        wrong = with_canaries(files, tests_in(files))
+        about = request(files, "measure", tests_in(files), seconds=MEASURE_SECONDS, traced=[False])
         for line in self._ask(wrong, about, 2 * MEASURE_SECONDS):
             if isinstance(line, list) and line[1] == "failed" and line[0] in tests:
                 tests[line[0]] = (*tests[line[0]][:2], True)
@@ -112,7 +104,7 @@ class _Maker:
 
     def _passing(self, files: dict[str, bytes]) -> Iterator[tuple[str, float, list[tuple[str, int]]]]:
         """Tests that pass twice, with what they call."""
-        about = request(files, "measure", test_files(files), seconds=MEASURE_SECONDS, traced=[True, False])
+        about = request(files, "measure", tests_in(files), seconds=MEASURE_SECONDS, traced=[True, False])
         called: dict[str, list[tuple[str, int]]] = {}
         own = program(files)
         for line in self._ask(files, about, 2 * MEASURE_SECONDS):
@@ -124,8 +116,7 @@ class _Maker:
                 called[line[0]] = [(path, number) for path, number in line[4] if path in own]
 
     def _make(self) -> str:
-        files = {path.relative_to(self.folder / "source").as_posix(): path for path in self._sources()}
-        content = {name: path.read_bytes() for name, path in files.items()}
+        content = read_source(self.folder / "source")
         tests: Tests = json.loads(read_bounded(self.folder / "tests.json", TABLES, ConfigError))
         journal = self.folder / "tasks.jsonl"
         if journal.exists():
@@ -153,9 +144,6 @@ class _Maker:
                     self._progress.update(int(bool(task)))
         return f"{self._num_tasks()} tasks of {len(self.known)} faults, {len(tests)} tests"
 
-    def _sources(self) -> list[Path]:
-        return [path for path in sorted((self.folder / "source").rglob("*")) if path.is_file()]
-
     def _num_tasks(self) -> int:
         return sum("kind" in task for task in self.known.values())
 
@@ -178,10 +166,6 @@ class _Maker:
         with Sandbox(self._backend, LIMITS) as self._box:
             fill(self._box, files, runtime())
             return asked(self._box, self._backend.python, about, seconds)
-
-    def _run(self, command: Sequence[str]) -> str:
-        with Sandbox(self._backend, LIMITS) as box:
-            return box.run(command).stdout.decode(errors="replace")
 
     def stop(self) -> None:
         """Let another thread's `run` end soon."""
@@ -226,9 +210,8 @@ def _task(path: str, one: Mutation, content: bytes, outcomes: list[Any], tests: 
     passed = [line[0] for line in ended if line[1] == "passed"]
     files = {line[0].partition("::")[0] for line in failed}
     seen = {line[0] for line in outcomes}
-    passed += [name for name in tests if name not in seen and name.partition("::")[0] in files][
-        : max(0, 6 - len(passed))
-    ]
+    others = (name for name in tests if name not in seen and name.partition("::")[0] in files)
+    passed += islice(others, max(0, MIN_PASSED - len(passed)))
     canaries = [line[0] for line in failed if tests[line[0]][2]]
     if not canaries or not passed:
         return {}
