@@ -141,19 +141,18 @@ class Software(Environment):
         wanted = [*record["fail_to_pass"], *record["pass_to_pass"]]
         outcomes = self._outcomes(repaired, wanted)
         num_passed = sum(outcomes.get(name) == "passed" for name in wanted)
-        is_right = num_passed == len(wanted) and self._fails_where_it_must(repaired, record["canaries"])
+        is_right = num_passed == len(wanted) and self._fails_where_it_must(repaired, wanted, record["canaries"])
         shares = {"passed": num_passed / len(wanted), "refused": 0.0}
         return Turn(is_done=True, rewards={"right": float(is_right)}, metrics=shares)
 
-    def _fails_where_it_must(self, files: dict[str, bytes], names: Sequence[str]) -> bool:
-        wrong = with_canaries(files, sorted({name.partition("::")[0] for name in names}))
-        outcomes = self._outcomes(wrong, names)
-        return all(outcomes.get(name) == "failed" for name in names)
+    def _fails_where_it_must(self, files: dict[str, bytes], wanted: Sequence[str], canaries: Sequence[str]) -> bool:
+        """All tests run again, or a program could tell this box from the other by their number."""
+        outcomes = self._outcomes(with_canaries(files, _files_of(wanted)), wanted)
+        return all(outcomes.get(name) == "failed" for name in canaries)
 
     def _outcomes(self, files: dict[str, bytes], names: Sequence[str]) -> dict[str, str]:
-        """In a new box, by the name of a test. The last of two lines counts: tests are run once."""
-        collected = sorted({name.partition("::")[0] for name in names})
-        about = request(files, "grade", collected, GRADE_SECONDS, TEST_SECONDS, tests=list(names))
+        """In a new box, by the name of a test."""
+        about = request(files, "grade", _files_of(names), GRADE_SECONDS, TEST_SECONDS, tests=list(names))
         box = self._boxes.open()
         try:
             fill(box, files, runtime())
@@ -180,6 +179,10 @@ class Software(Environment):
         }
         is_small = len(changed) <= MAX_FILES and all(len(content) <= MAX_CHANGED for content in changed.values())
         return changed if is_small else None
+
+
+def _files_of(names: Sequence[str]) -> list[str]:
+    return sorted({name.partition("::")[0] for name in names})
 
 
 def _faulty(files: Mapping[str, bytes], task: Task) -> bytes:
