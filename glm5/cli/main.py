@@ -42,7 +42,7 @@ COMMANDS = {
     "rl view": "a run's rollouts, token by token, and its curves",
     "rl filter": "find the tasks of a recipe that are neither too easy nor too hard",
     "rl replay": "redo a training step of a run, to the same bits",
-    "env make swe": "tasks of software engineering from packages with tests",
+    "env make swe": "tasks of software engineering, from packages with tests",
     "env check": "whether the rewards of an environment's tasks can be trusted",
     "bench all": "everything about a model on this machine, part by part",
     "bench throughput": "tokens a second of requests that come at once",
@@ -99,7 +99,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         root, commands = parsers(three)
         command = commands[three]
         command.check_names(argv[3:])
-        argv = [three, *argv[3:]]
+        argv = [name, three.removeprefix(f"{name} "), *argv[3:]]
     elif f"{name} {own}" in COMMANDS:
         root, commands = parsers(f"{name} {own}")
         command = commands[f"{name} {own}"]
@@ -131,7 +131,7 @@ def parsers(*names: str) -> tuple[Parser, dict[str, Parser]]:
     holders: dict[str, Any] = {"": root.add_subparsers(metavar="COMMAND", dest="command", required=True)}
     commands: dict[str, Parser] = {}
     for name, text in COMMANDS.items():
-        group, _, own = name.rpartition(" ")
+        group, _, own = name.partition(" ")
         if group not in GROUPS:
             group, own = "", name
         elif group not in holders:

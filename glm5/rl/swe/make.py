@@ -55,6 +55,8 @@ def make_tasks(settings: EnvMakeConfig) -> str:
                 maker.stop()
     kinds = Counter(task["kind"] for maker in makers for task in maker.known.values() if "kind" in task)
     lines = [f"{maker.folder.name}: {line}" for maker, line in zip(makers, told, strict=True)]
+    if not kinds:
+        raise ConfigError(f"no task was made: {'; '.join(lines)}")
     lines.append(", ".join(f"{kind} {count}" for kind, count in kinds.most_common()))
     return "\n".join([*lines, f"{kinds.total()} tasks of {len(kinds)} kinds: {out}"])
 
