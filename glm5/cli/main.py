@@ -24,6 +24,7 @@ from glm5.common.interrupt import held_interrupt, orderly_end
 
 # What a command does, in the words of `glm5 --help`. Its file, `bench_all.py` for "bench all", has `add(parser)`, which
 # adds its flags, and `run(args) -> exit code`. Of two words, the first is a group of commands, or a command itself.
+# Three are one command.
 COMMANDS = {
     "demo": "train a small GLM-5, serve it and ask it",
     "serve": "serve a model over HTTP",
@@ -42,6 +43,9 @@ COMMANDS = {
     "rl view": "a run's rollouts, token by token, and its curves",
     "rl filter": "find the tasks of a recipe that are neither too easy nor too hard",
     "rl replay": "redo a training step of a run, to the same bits",
+    "env make swe": "tasks of software engineering, from packages with tests",
+    "env make terminal": "generated terminal tasks, as folders in Harbor's format",
+    "env check": "whether the rewards of an environment's tasks can be trusted",
     "bench all": "everything about a model on this machine, part by part",
     "bench throughput": "tokens a second of requests that come at once",
     "bench latency": "times of requests that come one by one",
@@ -56,6 +60,7 @@ COMMANDS = {
 }
 GROUPS = {
     "bench": "measure throughput, latency, servers, kernels and quantization",
+    "env": "make and check tasks for reinforcement learning",
     "eval": "what a model can do, on generated tasks",
 }
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -93,14 +98,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     name = argv[0] if argv else ""
     command: Parser | None = None
     own = argv[1] if len(argv) > 1 else ""
-    if f"{name} {own}" in COMMANDS:
+    if (three := " ".join(argv[:3])) in COMMANDS and len(argv) > 2:
+        root, commands = parsers(three)
+        command = commands[three]
+        command.check_names(argv[3:])
+        argv = [name, three.removeprefix(f"{name} "), *argv[3:]]
+    elif f"{name} {own}" in COMMANDS:
         root, commands = parsers(f"{name} {own}")
         command = commands[f"{name} {own}"]
         command.check_names(argv[2:])
         if name not in GROUPS:
             argv = [f"{name} {own}", *argv[2:]]
     elif name in GROUPS and own not in ("-h", "--help"):
-        of_group = [command.split()[1] for command in COMMANDS if command.split()[0] == name]
+        of_group = [command.partition(" ")[2] for command in COMMANDS if command.split()[0] == name]
         raise UsageError(_unknown(own, of_group, f"{name} "))
     elif name in COMMANDS:
         root, commands = parsers(name)
@@ -124,7 +134,7 @@ def parsers(*names: str) -> tuple[Parser, dict[str, Parser]]:
     holders: dict[str, Any] = {"": root.add_subparsers(metavar="COMMAND", dest="command", required=True)}
     commands: dict[str, Parser] = {}
     for name, text in COMMANDS.items():
-        group, _, own = name.rpartition(" ")
+        group, _, own = name.partition(" ")
         if group not in GROUPS:
             group, own = "", name
         elif group not in holders:

@@ -1,4 +1,4 @@
-"""Flags of `glm5 env make terminal`."""
+"""Settings of `glm5 env make terminal`."""
 
 from typing import Annotated
 

@@ -17,9 +17,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from random import Random
 from typing import Any, Literal, Protocol
 
+from glm5.common.bounded import TABLES, read_bounded_text
+from glm5.common.errors import ConfigError
+
+LEFT_OUT = "left-out.txt"
+"""File beside tasks with a key a line, which `glm5 env check` writes."""
 Message = Mapping[str, Any]
 """A chat message as the chat template takes it: role, content, and tool_calls or tool_call_id where they apply."""
 
@@ -111,12 +117,14 @@ class Environment(Protocol):
     `levels`: number of levels of difficulty, 0 the easiest. `num_turns`: the most replies of an episode, of all seats
     together. `sandbox_levels`: those whose tasks run what the policy writes. `is_quick`: whether every answer at the
     other levels is computed in far less than a millisecond and waits for nothing, so that a worker may give many in one
-    go. An object serves many episodes at once, from several threads: it keeps no state of theirs.
+    go. `folder`: where its tasks lie, if in one; it gives none whose key is in `left_out` of it. An object serves many
+    episodes at once, from several threads: it keeps no state of theirs.
     """
 
     name: str
     levels: int = 1
     num_turns: int = 1
+    folder: str = ""
     num_seats: int = 1
     sandbox_levels: Sequence[int] = ()
     is_quick: bool = False
@@ -133,9 +141,23 @@ class Environment(Protocol):
         """Replies that earn the most that the task gives."""
         ...
 
+    def unsolved(self, task: Task) -> Sequence[Reply]:
+        """Replies that do something, but solve nothing: they must earn 0."""
+        return [Reply("I do not know.")]
+
+    def hidden(self, task: Task) -> Sequence[str]:
+        """Texts, such as lines of tests and of the solution, that no file of the policy's box may contain."""
+        return ()
+
     def score_group(self, task: Task, rewards: Sequence[float]) -> Sequence[float]:
         """Rewards of a group's rollouts that depend on each other."""
         return rewards
+
+
+def left_out(folder: str | Path) -> frozenset[str]:
+    """Keys of the tasks in a folder that have not passed `glm5 env check`. Raises ConfigError, OSError."""
+    file = Path(folder) / LEFT_OUT
+    return frozenset(read_bounded_text(file, TABLES, ConfigError).split() if file.exists() else ())
 
 
 class Playable(Environment, Protocol):

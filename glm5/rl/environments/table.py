@@ -7,6 +7,7 @@
     terminal                                           commands in a box, graded by the files that are left
     harbor/FOLDER                                      the same of task folders in Harbor's format
     reasoning-gym/NAME                                 a dataset of that package (extra: reasoning-gym)
+    swe/FOLDER                                         faults in packages, which glm5 env make swe put there
     package.module:name                                your own: a class or function without arguments
 
 A new one is a class of `protocol.py` and a line here.
@@ -17,17 +18,15 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from glm5.common.errors import ConfigError
+from glm5.rl.environments import harbor, reasoning, swe
 from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.coding import Coding
 from glm5.rl.environments.digits import Digits
 from glm5.rl.environments.grid import Grid
 from glm5.rl.environments.guess import Guess
-from glm5.rl.environments.harbor import PREFIX as HARBOR
-from glm5.rl.environments.harbor import Harbor
 from glm5.rl.environments.kuhn import Kuhn
 from glm5.rl.environments.mathematics import mathematics
 from glm5.rl.environments.protocol import Environment
-from glm5.rl.environments.reasoning import PREFIX, Reasoning
 from glm5.rl.environments.science import science
 from glm5.rl.environments.search import Search
 from glm5.rl.environments.terminal import Terminal
@@ -49,20 +48,24 @@ ENVIRONMENTS: dict[str, Callable[[Boxes], Environment]] = {
     "search": Search,
     "terminal": Terminal,
 }
+BY_PREFIX: dict[str, Callable[[str, Boxes], Environment]] = {
+    reasoning.PREFIX: lambda name, _: reasoning.Reasoning(name),
+    swe.PREFIX: swe.Software,
+    harbor.PREFIX: harbor.Harbor,
+}
 
 
 def make(name: str, boxes: Boxes = NO_BOXES) -> Environment:
     """The environment of that name; `boxes`: where it runs what the policy writes, if it does. Without, such episodes
     raise EpisodeFailed("sandbox"). Raises ConfigError, which names the nearest."""
-    if name.startswith(HARBOR):
-        return Harbor(name.removeprefix(HARBOR), boxes)
+    for prefix, environment in BY_PREFIX.items():
+        if name.startswith(prefix):
+            return environment(name.removeprefix(prefix), boxes)
     if ":" in name:
         return _imported(name)
-    if name.startswith(PREFIX):
-        return Reasoning(name.removeprefix(PREFIX))
     if name not in ENVIRONMENTS:
         near = get_close_matches(name, ENVIRONMENTS, n=1)
-        all_names = ", ".join([*ENVIRONMENTS, f"{PREFIX}NAME", f"{HARBOR}FOLDER", "package.module:name"])
+        all_names = ", ".join([*ENVIRONMENTS, *(f"{prefix}NAME" for prefix in BY_PREFIX), "package.module:name"])
         known = f"did you mean {near[0]}?" if near else f"known are {all_names}"
         raise ConfigError(f"no environment is called {name!r:.80}; {known}")
     return ENVIRONMENTS[name](boxes)
