@@ -27,7 +27,7 @@ from glm5.rl.environments.boxes import Boxes
 from glm5.rl.environments.protocol import LEFT_OUT, Environment, EpisodeFailed, Reply, Task, left_out
 from glm5.rl.environments.table import make
 from glm5.rl.sandbox.choice import choose_backend
-from glm5.rl.sandbox.sandbox import Sandbox, SandboxFailed
+from glm5.rl.sandbox.sandbox import Limits, Sandbox, SandboxFailed
 from glm5.train.state import locked
 
 GATES = ("oracle", "no-op", "unsolved", "again", "hidden")
@@ -95,10 +95,10 @@ class _Bench:
         self.python = self._backend.python if self._backend else ""
         self.environment = make(settings.name, Boxes(self._open, self.python))
 
-    def _open(self) -> Sandbox:
+    def _open(self, **limits: int) -> Sandbox:
         if self._backend is None:
             raise EpisodeFailed("sandbox", "no sandbox works here; --unsafe-local does without")
-        self.opened.append(Sandbox(self._backend))
+        self.opened.append(Sandbox(self._backend, Limits(**limits)))
         return self.opened[-1]
 
 

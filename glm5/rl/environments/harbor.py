@@ -21,13 +21,14 @@ from typing import Any
 from glm5.common.errors import ConfigError
 from glm5.rl.environments.boxes import NO_BOXES, Box, Boxes
 from glm5.rl.environments.harbor_task import HarborTask, read_task
-from glm5.rl.environments.protocol import Environment, EpisodeFailed, Message, Reply, Task, Turn
+from glm5.rl.environments.protocol import Environment, EpisodeFailed, Message, Reply, Task, Turn, left_out
 from glm5.rl.environments.tool_use import LazyBox, ToolEpisode, call, function_tool
 
 PREFIX = "harbor/"
 NUM_TURNS, MAX_TASKS, MAX_STORAGE_MB = 30, 10_000, 2000
 COMMAND_SECONDS, REPLY_SECONDS, TESTS_SECONDS = 20.0, 40.0, 30.0  # together less than workers wait for an answer
 BASH = function_tool("bash", "Run a command; you get what it prints. Each begins in a new shell.", command="for bash")
+SHORT = 20  # characters of a solution that may be in a box by chance
 _GRADING = {"HOME": "/tmp", "PYTHONNOUSERSITE": "1"}
 _CLEAN = """
 for each in logs logs/agent logs/artifacts; do [ ! -L $each ] || rm $each; done
@@ -69,17 +70,30 @@ class TerminalTasks(Environment):
         solved = [Reply("", tool_calls=[call("bash", command=env + step.solution)]) for step in made.steps]
         return [reply for each in solved for reply in (each, Reply("done"))]
 
+    def unsolved(self, task: Task) -> Sequence[Reply]:
+        looked = Reply("", tool_calls=[call("bash", command="ls -la")])
+        return [reply for _ in self.made(task.seed, task.level).steps for reply in (looked, Reply("done"))]
+
+    def hidden(self, task: Task) -> Sequence[str]:
+        steps = self.made(task.seed, task.level).steps
+        return [step.solution.strip() for step in steps if len(step.solution.strip()) > SHORT]
+
 
 class Harbor(TerminalTasks):
     """Seeds are the tasks of a folder by name, in turn. Raises ConfigError for tasks that cannot be run as they say."""
 
     def __init__(self, folder: str, boxes: Boxes = NO_BOXES) -> None:
         super().__init__(boxes)
-        self.name = PREFIX + folder
+        self.name, self.folder = PREFIX + folder, folder
         paths = sorted(path.parent for path in Path(folder).glob("*/task.toml"))[:MAX_TASKS]
         if not paths:
             raise ConfigError(f"{self.name}: no folder in {Path(folder).absolute()} has a task.toml")
         self._tasks = [read_task(path) for path in paths]
+        if bad := left_out(folder):
+            keys = {place: self.task(place, 0).key for place in range(len(paths))}
+            self._tasks = [task for place, task in enumerate(self._tasks) if keys[place] not in bad]
+            if not self._tasks:
+                raise ConfigError(f"{self.name}: no task has passed glm5 env check")
 
     def made(self, seed: int, level: int) -> HarborTask:
         return self._tasks[seed % len(self._tasks)]
