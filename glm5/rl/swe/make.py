@@ -163,11 +163,12 @@ class _Maker:
         return {line[0]: line[1] for line in self._ask(files, about, BATCH_SECONDS) if isinstance(line, list)}
 
     def _ask(self, files: dict[str, bytes], about: dict[str, Any], seconds: float) -> list[Any]:
-        if self._is_stopped:
-            raise ConfigError("it was stopped")
         with Sandbox(self._backend, LIMITS) as self._box:
             fill(self._box, files, runtime())
-            return asked(self._box, self._backend.python, about, seconds)
+            lines = [] if self._is_stopped else asked(self._box, self._backend.python, about, seconds)
+        if self._is_stopped:  # a part of a measurement must not be taken for all of it
+            raise ConfigError("it was stopped")
+        return lines
 
     def stop(self) -> None:
         """Let another thread's `run` end soon."""
