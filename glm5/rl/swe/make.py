@@ -163,11 +163,12 @@ class _Maker:
         return {line[0]: line[1] for line in self._ask(files, about, BATCH_SECONDS) if isinstance(line, list)}
 
     def _ask(self, files: dict[str, bytes], about: dict[str, Any], seconds: float) -> list[Any]:
-        if self._is_stopped:
-            raise ConfigError("it was stopped")
         with Sandbox(self._backend, LIMITS) as self._box:
             fill(self._box, files, runtime())
-            return asked(self._box, self._backend.python, about, seconds)
+            lines = [] if self._is_stopped else asked(self._box, self._backend.python, about, seconds)
+        if self._is_stopped:  # a part of a measurement must not be taken for all of it
+            raise ConfigError("it was stopped")
+        return lines
 
     def stop(self) -> None:
         """Let another thread's `run` end soon."""
@@ -187,11 +188,14 @@ def _candidates(
     for path, content in files.items():
         for one in mutations(content) if path.endswith(".py") else ():
             if one.end - one.start <= MAX_ORIGINAL and (path, one.covered_line) in covering:
-                key = sha256(json.dumps([path, one.start, one.end, one.text]).encode() + content).hexdigest()[:16]
+                new = content[: one.start] + one.text.encode() + content[one.end :]
+                key = sha256(path.encode() + new).hexdigest()[:16]  # two kinds may make the same program
                 found[one.kind].append((key, path, one))
     turns = [(turn, each) for kind in found.values() for turn, each in enumerate(sorted(kind, key=lambda one: one[0]))]
+    seen = set(known)
     for _, each in sorted(turns, key=lambda turn: (turn[0], turn[1][0])):
-        if each[0] not in known and each[2].changed(files[each[1]]):
+        if each[0] not in seen and each[2].changed(files[each[1]]):
+            seen.add(each[0])
             yield each
 
 
