@@ -175,7 +175,7 @@ def test_an_engine_that_ends_is_started_again_once(caplog):
         return "done"
 
     job = Job()
-.*ended again: .*SIGKILL.* of step 2 is in run, and"):
+    with pytest.raises(TrainingError, match=r"step 5: .*ended again: .*SIGKILL.* of step 2 is in run, and"):
         asyncio.run(job._alive(dies))
     assert job.started == 1
     assert "started again with the weights of step 4" in caplog.text
