@@ -21,7 +21,7 @@ from glm5.rl.records.store import Records, read_groups
 from glm5.rl.watch import read_lines
 from tests.support.rl_recipe import TEXT
 
-STEPS, GROUPS, STALENESS = 240, 4, 2
+STEPS, GROUPS, STALENESS = 480, 4, 2
 SETTINGS = (
     *("asynchronous.max_staleness=2", 'algorithm.name="dis"', f"steps={STEPS}", 'rollouts.devices=["cpu", "cpu"]'),
     *("rollouts.watchdog_timeout=4", "environment.0.tasks=1000", "evaluation.every=1000", "workers=2"),
