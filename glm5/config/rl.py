@@ -22,6 +22,7 @@ from glm5.config.toml import read_toml
 from glm5.config.train import Count, ModelSection, Name, Place, Workers
 
 Share = Annotated[float, Field(gt=0, le=1)]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d{1,3})?)$")]
 
 
 class RLConfig(Command):
@@ -150,7 +151,7 @@ class Rollouts(Section):
     rotation. Default: as the trainer."""
     deterministic: bool = True
     """The engine's deterministic mode: a run can be repeated, and resumed to the same bits."""
-    devices: Annotated[tuple[Name, ...], Field(max_length=64)] = ()
+    devices: Annotated[tuple[Device, ...], Field(max_length=64)] = ()
     """Of the engines, one each, such as ["cuda:1", "cuda:2"] or ["cpu", "cpu"]. Default: one on the trainer's."""
     watchdog_timeout: Positive = 60.0
     """Seconds without a heartbeat after which an engine is taken to have ended."""

@@ -207,6 +207,13 @@ def test_a_program_has_one_engine(tmp_path):
         small_recipe(tmp_path, TWO, 'agent.command=["true"]')
 
 
+def test_devices_are_read(tmp_path):
+    found = small_recipe(tmp_path, 'rollouts.devices=["cuda:1", "cuda", "cpu"]')
+    assert found.rollouts.devices == ("cuda:1", "cuda", "cpu")
+    with pytest.raises(ConfigError, match=r"rollouts.devices.0: got 'tpu'"):
+        small_recipe(tmp_path, 'rollouts.devices=["tpu"]')
+
+
 @pytest.mark.slow
 def test_two_engines_learn_the_same_as_one(done, tmp_path):  # noqa: F811
     run(small_recipe(tmp_path, TWO))
