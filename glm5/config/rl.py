@@ -153,8 +153,8 @@ class Rollouts(Section):
     """The engine's deterministic mode: a run can be repeated, and resumed to the same bits."""
     devices: Annotated[tuple[Device, ...], Field(max_length=64)] = ()
     """Of the engines, one each, such as ["cuda:1", "cuda:2"] or ["cpu", "cpu"]. Default: one on the trainer's."""
-    watchdog_timeout: Positive = 60.0
-    """Seconds without a heartbeat after which an engine is taken to have ended."""
+    watchdog_timeout: Positive = 300.0
+    """Seconds without a heartbeat after which an engine is taken to have ended, as of `glm5 serve`."""
     concurrency: Count | None = None
     """The most conversations at a time. Default: all of a step."""
     kv_cache_gb: Positive | None = None
