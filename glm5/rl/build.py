@@ -58,18 +58,19 @@ class PolicyBuilder:
         return build_model(self.recipe.model, self.cfg, self.recipe.seed, device)
 
     def engines(self, folder: Path, device: torch.device) -> Engines:
-        """One on each of `rollouts.devices`, by default on the trainer's, over the checkpoint in `folder`."""
+        """One on each of `rollouts.devices`, by default on the trainer's, over the checkpoint in `folder`, quantized as
+        the recipe says. None has started."""
         devices = self.recipe.rollouts.devices or (str(device),)
-        return Engines(lambda number: self.engine(folder, devices[number], len(devices)), len(devices))
-
-    def engine(self, folder: Path, device: str, count: int = 1) -> AsyncEngine:
-        """An engine, one of `count`, in a process of its own over the checkpoint in `folder`, quantized as the recipe
-        says."""
         if self.recipe.rollouts.quantization is not None:
             folder = self._quantized(folder, device)
+        return Engines(lambda number: self._engine(folder, devices[number], len(devices)), len(devices))
+
+    def _engine(self, folder: Path, device: str, count: int) -> AsyncEngine:
+        """An engine, one of `count`, in a process of its own over the checkpoint in `folder`."""
         cfg, at_once = self.recipe.rollouts, num_rollouts(self.recipe)
-        pages = ceil(num_pages(self.recipe) * min(1, BALANCE / count))
-        pages = pages if device == "cpu" and cfg.kv_cache_gb is None else None
+        pages = None
+        if device == "cpu" and cfg.kv_cache_gb is None:
+            pages = ceil(num_pages(self.recipe) * min(1, BALANCE / count))
         return AsyncEngine(
             folder,
             device=device,
@@ -84,7 +85,7 @@ class PolicyBuilder:
             num_threads=threads_of(self.recipe, torch.device(device)),
         )
 
-    def _quantized(self, folder: Path, device: str) -> Path:
+    def _quantized(self, folder: Path, device: torch.device) -> Path:
         """The checkpoint in `folder` in the format of rollouts, which later pushes keep."""
         out, scheme = self.out / "quantized", self.recipe.rollouts.quantization
         with writing_to(out):
@@ -94,7 +95,7 @@ class PolicyBuilder:
             out=str(out),
             scheme=scheme,
             method=None if scheme == "fp8" else "minmax",
-            device=device,
+            device=str(device),
             held_out_tokens=0,
             restart=True,
         )

@@ -19,8 +19,8 @@ from queue import Queue
 from typing import Any
 
 from glm5.common.atomic import atomic_write
-from glm5.common.bounded import TABLES, read_bounded
 from glm5.common.errors import ConfigError, GlmError, reason_of
+from glm5.common.journal import read_journal
 from glm5.common.progress import Progress
 from glm5.config.env import EnvCheckConfig
 from glm5.rl.environments.boxes import Boxes
@@ -55,7 +55,7 @@ def check(settings: EnvCheckConfig) -> tuple[str, bool]:
     out = Path(settings.out or environment.folder or f"runs/check-{environment.name.replace('/', '-')}")
     with locked(out):
         journal = out / "checked.jsonl"
-        known = _known(journal)
+        known = {row["key"]: row for row in read_journal(journal, ConfigError, mends=True)}
         tasks: dict[str, Task] = {}
         for level in range(environment.levels):
             for seed in range(settings.tasks):
@@ -133,16 +133,6 @@ def _failures(bench: _Bench, task: Task) -> Iterator[tuple[str, str]]:
         yield "again", f"it earned {reward:g} after {best:g}"
     if found := _found(bench, task):
         yield "hidden", f"in the box: {found!r}"
-
-
-def _known(journal: Path) -> dict[str, dict[str, Any]]:
-    if not journal.exists():
-        return {}
-    content = read_bounded(journal, TABLES, ConfigError)
-    whole = content[: content.rfind(b"\n") + 1]
-    with journal.open("r+b") as handle:
-        handle.truncate(len(whole))
-    return {row["key"]: row for row in map(json.loads, whole.splitlines())}
 
 
 def _reward(environment: Environment, task: Task, replies: Sequence[Reply]) -> float:

@@ -287,7 +287,7 @@ class Run:
         await asyncio.to_thread(self.gateways.close)
         if self.engines is not None:
             await self.engines.close()
-        self.engines = engines = self.builder.engines(self.folder, self.device)
+        self.engines = engines = await asyncio.to_thread(self.builder.engines, self.folder, self.device)
         await asyncio.to_thread(engines.start)
         for engine in engines.alive:
             self.trainer.check(engine.info.arithmetic)

@@ -19,8 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
 
-from glm5.common.bounded import TABLES, read_bounded
 from glm5.common.errors import ConfigError
+from glm5.common.journal import read_journal
 from glm5.rl.environments.boxes import NO_BOXES, Box, Boxes
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn, left_out
 from glm5.rl.environments.tool_use import LazyBox, ToolEpisode, call, function_tool
@@ -62,9 +62,8 @@ class Software(Environment):
         self.folder, self.name, self._boxes = folder, f"{PREFIX}{Path(folder).name}", boxes
         levels: dict[int, list[dict[str, Any]]] = {0: [], 1: [], 2: []}
         for file in sorted(Path(folder).glob("*/tasks.jsonl")):
-            content = read_bounded(file, TABLES, ConfigError)
-            for line in content[: content.rfind(b"\n") + 1].splitlines():
-                if "kind" in (record := json.loads(line)):
+            for record in read_journal(file, ConfigError):
+                if "kind" in record:
                     levels[record.pop("level")].append({"package": file.parent.name, **record})
         self._records = [sorted(of, key=lambda one: one["key"]) for of in levels.values() if of]
         if not self._records:

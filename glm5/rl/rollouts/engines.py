@@ -88,7 +88,7 @@ class Engines:
             except LookupError:
                 raise EngineDead(self.stopped_because or "no engine was started") from None
             engine = self._all[number]
-            if engine.is_ready or self.count == 1:
+            if engine.is_ready:
                 return engine
             self._lose(number)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from glm5.common.errors import EngineDead, GlmError
 from glm5.rl.environments.play import as_message
-from glm5.rl.environments.protocol import EpisodeFailed, FailureKind, Message, Reply, Task, Turn
+from glm5.rl.environments.protocol import EpisodeFailed, FailureKind, Reply, Task, Turn
 from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
 from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
@@ -82,7 +82,7 @@ class _Player:
     def begin(self) -> list[int]:
         """Add the first prompt; returns its tokens."""
         assert not isinstance(self.episode, EpisodeFailed)
-        self._hear(0, self.episode.messages)
+        self._seat(0).hear(self.episode.messages)
         return self.seats[0].token_ids
 
     async def play(self, first: Sampled | None = None, first_seed: int | None = None) -> None:
@@ -126,7 +126,7 @@ class _Player:
             num_turns, sampled = num_turns + 1, None
             if not turn.is_done:
                 seat_number = turn.seat
-                self._hear(seat_number, turn.messages)
+                self._seat(seat_number).hear(turn.messages)
         parts = (turn.rewards, *turn.seat_rewards)
         for number, seat in self.seats.items():
             seat.rollout.rewards = dict(parts[number]) if number < len(parts) else {}
@@ -141,16 +141,12 @@ class _Player:
 
     def _said(self, seat: Conversation, sampled: Sampled) -> Reply:
         """Add a reply to its conversation."""
-        seat.add(sampled.segment(None))
+        seat.add(sampled.segment())
         seat.rollout.num_turns += 1
         seat.rollout.is_truncated = sampled.is_truncated
         reply = self.harness.chat.reply(sampled.token_ids, self.task.tools, is_truncated=sampled.is_truncated)
         seat.rollout.messages.append(as_message(reply))
         return reply
-
-    def _hear(self, number: int, messages: Sequence[Message]) -> None:
-        """Add what the environment says to a player."""
-        self._seat(number).hear(messages)
 
     def _seat(self, number: int) -> Conversation:
         if number not in self.seats:

@@ -32,8 +32,9 @@ class Sampled:
     kept: list[bytes] = field(default_factory=list[bytes])
     has_ended: bool = False
 
-    def segment(self, parent: int | None) -> Segment:
-        tokens = self.token_ids, parent, True, self.logprobs, self.versions
+    def segment(self) -> Segment:
+        """Without a parent."""
+        tokens = self.token_ids, None, True, self.logprobs, self.versions
         return Segment(*tokens, experts=self.experts, kept=self.kept or None)
 
 
@@ -84,48 +85,44 @@ class Policy:
         self, prompt_ids: Sequence[int], seed: int, n: int, key: int
     ) -> AsyncIterator[tuple[int, Sampled]]:
         answers = [Sampled() for _ in range(n)]
-        try:
-            async for index in self._draw(prompt_ids, answers, seed, key):
-                yield index, answers[index]
-        except EngineDead:
-            if self.engines.stopped_because is not None:
-                raise
-        rest = [index for index, answer in enumerate(answers) if not answer.has_ended]
-        seeds = answer_seeds(seed, n)
-        going = [self._go_on(prompt_ids, answers[index], seeds[index], key) for index in rest]
-        for index, sampled in zip(rest, await asyncio.gather(*going), strict=True):
-            yield index, sampled
+        async for index in self._draw(prompt_ids, answers, seed, key):
+            yield index, answers[index]
+        if rest := [index for index, answer in enumerate(answers) if not answer.has_ended]:
+            seeds = answer_seeds(seed, n)
+            going = [self._go_on(prompt_ids, answers[index], seeds[index], key) for index in rest]
+            for index, sampled in zip(rest, await asyncio.gather(*going), strict=True):
+                yield index, sampled
 
     async def _go_on(self, prompt_ids: Sequence[int], answer: Sampled, seed: int, key: int) -> Sampled:
         """The rest of an answer whose engine ended."""
         while not answer.has_ended:
             given, own_seed = [*prompt_ids, *answer.token_ids], seed_of(seed, len(answer.token_ids))
-            try:
-                async for _ in self._draw(given, [answer], own_seed, key):
-                    pass
-            except EngineDead:
-                if self.engines.stopped_because is not None:
-                    raise
+            async for _ in self._draw(given, [answer], own_seed, key):
+                pass
         return answer
 
     async def _draw(
         self, prompt_ids: Sequence[int], answers: Sequence[Sampled], seed: int, key: int
     ) -> AsyncIterator[int]:
         """Add to the answers, by one request; the index of each as it ends. `prompt_ids` end with what an only answer
-        has already."""
+        has already. Where the engine ends first and there is another one, answers are left without an end."""
         left = min(self.room(len(prompt_ids)), self.cfg.max_tokens - len(answers[0].token_ids))
         params = self.params.but(seed=seed, n=len(answers), max_tokens=left)
         options = {"sampling_mask": params.truncates, "stream_interval": _INTERVAL}
-        async with self.engines.of(key).generate(prompt_ids, params, **options) as deltas:
-            async for delta in deltas:
-                answer = answers[delta.index]
-                answer.token_ids += delta.token_ids
-                answer.logprobs += delta.tempered_logprobs
-                answer.versions += [delta.version] * len(delta.token_ids)
-                answer.kept += delta.sampling_mask
-                if (routed := delta.routed_experts) is not None:
-                    rows = np.frombuffer(routed.experts, dtype="<i2").reshape(routed.shape)
-                    answer.experts = rows if answer.experts is None else np.concatenate([answer.experts, rows])
-                if delta.finish_reason is not None:
-                    answer.is_truncated, answer.has_ended = delta.finish_reason == "length", True
-                    yield delta.index
+        try:
+            async with self.engines.of(key).generate(prompt_ids, params, **options) as deltas:
+                async for delta in deltas:
+                    answer = answers[delta.index]
+                    answer.token_ids += delta.token_ids
+                    answer.logprobs += delta.tempered_logprobs
+                    answer.versions += [delta.version] * len(delta.token_ids)
+                    answer.kept += delta.sampling_mask
+                    if (routed := delta.routed_experts) is not None:
+                        rows = np.frombuffer(routed.experts, dtype="<i2").reshape(routed.shape)
+                        answer.experts = rows if answer.experts is None else np.concatenate([answer.experts, rows])
+                    if delta.finish_reason is not None:
+                        answer.is_truncated, answer.has_ended = delta.finish_reason == "length", True
+                        yield delta.index
+        except EngineDead:
+            if self.engines.stopped_because is not None:
+                raise

@@ -34,10 +34,13 @@ class HashRing:
             insort(self._points, (seed_of("member", member, point), member))
 
     def remove(self, member: int) -> None:
-        """Its keys have no place any more; `place` finds them another."""
+        """Its keys are placed elsewhere, with their loads; where it was the last one, they are forgotten."""
+        moved = {key: load for key, (own, load) in self._placed.items() if own == member}
         del self.loads[member]
         self._points = [point for point in self._points if point[1] != member]
-        self._placed = {key: placed for key, placed in self._placed.items() if placed[0] != member}
+        self._placed = {key: placed for key, placed in self._placed.items() if key not in moved}
+        for key, load in moved.items() if self.loads else ():
+            self.place(key, load)
 
     def place(self, key: Hashable, load: int = 1) -> int:
         """The member of a key, which is placed unless it has a place. LookupError without members."""

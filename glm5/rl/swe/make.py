@@ -19,6 +19,7 @@ from typing import Any
 from glm5.common.atomic import atomic_dir, atomic_write_json
 from glm5.common.bounded import TABLES, read_bounded
 from glm5.common.errors import ConfigError, reason_of
+from glm5.common.journal import read_journal
 from glm5.common.progress import Progress
 from glm5.config.env import EnvMakeConfig
 from glm5.rl.sandbox.backends import Backend
@@ -121,11 +122,7 @@ class _Maker:
         content = read_source(self.folder / "source")
         tests: Tests = json.loads(read_bounded(self.folder / "tests.json", TABLES, ConfigError))
         journal = self.folder / "tasks.jsonl"
-        if journal.exists():
-            whole = read_bounded(journal, TABLES, ConfigError)
-            with journal.open("r+b") as handle:
-                handle.truncate(whole.rfind(b"\n") + 1)  # a line that a killed process began
-            self.known = {task["key"]: task for task in map(json.loads, whole[: whole.rfind(b"\n") + 1].splitlines())}
+        self.known = {task["key"]: task for task in read_journal(journal, ConfigError, mends=True)}
         covering: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name, (_, called, _) in tests.items():
             for path, line in called:

@@ -75,6 +75,17 @@ def test_what_a_death_has_piled_up_is_spread_again():
     assert ring.rebalance() == 0
 
 
+def test_keys_that_move_keep_their_loads():
+    ring = ring_of(2)
+    for key in range(4):
+        ring.place(key, 16)
+    ring.remove(0)
+    assert ring.loads == {1: 64}
+    for key in range(4):
+        ring.release(key)
+    assert ring.loads == {1: 0}
+
+
 def test_a_ring_without_members_says_so():
     with pytest.raises(LookupError, match="no members"):
         HashRing().place(1)
