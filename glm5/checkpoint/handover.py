@@ -4,12 +4,13 @@
 
 While the engine reads one buffer, the other is filled. For tensors on a GPU they are pinned. The buffers have no name
 in any folder: the engine opens them by this process's number, and they are gone when it ends, however it ends.
+Between GPUs buckets need no host memory (broadcaster.py).
 """
 
 import fcntl
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,14 +30,18 @@ MAX_BUCKET_BYTES = 1 << 28  # of several modules; a layer of GLM-5 has 20 GB in 
 _ALIGNMENT = 64
 NUM_BUFFERS = 2
 
+Bucket = Sequence[tuple[TensorLayout, int]]
+"""Tensors that are sent together, each with its first byte."""
+
 
 @dataclass(frozen=True)
 class TensorStream:
     """Tensors with their names on disk, made one by one in the order of `layout`. Those of a module, such as a weight
-    and its scales, are neighbours."""
+    and its scales, are neighbours. `device`: of all of them, where that is known."""
 
     layout: Sequence[TensorLayout]
     tensors: Iterable[Tensor]
+    device: torch.device | None = None
 
 
 def stream_of(tensors: Mapping[str, Tensor]) -> TensorStream:
@@ -61,12 +66,12 @@ def stream_of(tensors: Mapping[str, Tensor]) -> TensorStream:
         first.setdefault(layer_idx, number)
     parts = [part for unit in sorted(by_unit, key=lambda unit: first[unit[0]]) for part in by_unit[unit]]
     layout = [TensorLayout(name, CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in parts]
-    return TensorStream(layout, (tensor for _, tensor in parts))
+    devices = {tensor.device for _, tensor in parts}
+    return TensorStream(layout, (tensor for _, tensor in parts), devices.pop() if len(devices) == 1 else None)
 
 
 def buckets_of(layout: Sequence[TensorLayout]) -> list[list[tuple[TensorLayout, int]]]:
-    """Tensors that are sent together, each with its first byte: of one layer, and beyond `MAX_BUCKET_BYTES` only if
-    they are of one module."""
+    """Buckets, each of one layer, and beyond `MAX_BUCKET_BYTES` only of one module."""
     buckets: list[list[tuple[TensorLayout, int]]] = []
     last, stop = None, 0
     for tensor in layout:
@@ -102,20 +107,22 @@ class Buffers:
         self._pinned = [Pinned(memory) for memory in self._memory] if is_for_gpu else []
 
     @torch.no_grad()
-    def fill(self, which: int, bucket: Sequence[tuple[TensorLayout, int]], tensors: Iterator[Tensor]) -> int:
+    def fill(self, which: int, bucket: Bucket, tensors: Iterator[Tensor]) -> int:
         """Copy the next tensors into a buffer, as the bucket says. Returns the checksum of its bytes. Those of a GPU
         are put together and summed there, if it has room."""
-        given = [_next(tensors, layout) for layout, _ in bucket]
-        stop = bucket[-1][1] + bucket[-1][0].num_bytes
-        memory = torch.frombuffer(self._memory[which], dtype=torch.uint8)[:stop]
+        given = next_of(tensors, bucket)
+        memory = torch.frombuffer(self._memory[which], dtype=torch.uint8)[: size_of(bucket)]
         if given[0].is_cuda:
             with suppress(torch.OutOfMemoryError):
-                together = torch.empty(stop, dtype=torch.uint8, device=given[0].device)
-                _put(together, bucket, given)
+                together = torch.empty_like(memory, device=given[0].device)
+                put(together, bucket, given)
                 memory.copy_(together)
                 return checksum(together)
-        _put(memory, bucket, given)
+        put(memory, bucket, given)
         return checksum(memory)
+
+    def send(self, is_wanted: Callable[[], bool]) -> None:
+        """The engine reads it by itself."""
 
     def close(self) -> None:
         """The memory is free once no process reads it any more."""
@@ -127,16 +134,27 @@ class Buffers:
         self._memory.clear()
 
 
-def _next(tensors: Iterator[Tensor], layout: TensorLayout) -> Tensor:
-    tensor = next(tensors, None)
-    if tensor is None:
-        raise CheckpointError(f"the tensors ended before {layout.name}")
-    if (tuple(tensor.shape), CODES.get(tensor.dtype)) != (layout.shape, layout.dtype):
-        raise CheckpointError(f"{layout.name} is {tensor.dtype} {list(tensor.shape)}, announced: {layout}")
-    return tensor
+def size_of(bucket: Bucket) -> int:
+    """Its bytes."""
+    layout, start = bucket[-1]
+    return start + layout.num_bytes
 
 
-def _put(memory: Tensor, bucket: Sequence[tuple[TensorLayout, int]], tensors: Sequence[Tensor]) -> None:
+def next_of(tensors: Iterator[Tensor], bucket: Bucket) -> list[Tensor]:
+    """The tensors of a bucket. Raises CheckpointError where others come, or none."""
+    found: list[Tensor] = []
+    for layout, _ in bucket:
+        tensor = next(tensors, None)
+        if tensor is None:
+            raise CheckpointError(f"the tensors ended before {layout.name}")
+        if (tuple(tensor.shape), CODES.get(tensor.dtype)) != (layout.shape, layout.dtype):
+            raise CheckpointError(f"{layout.name} is {tensor.dtype} {list(tensor.shape)}, announced: {layout}")
+        found.append(tensor)
+    return found
+
+
+def put(memory: Tensor, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
+    """Copy the tensors of a bucket to their places in `memory` (uint8)."""
     for (layout, start), tensor in zip(bucket, tensors, strict=True):
         stop = start + layout.num_bytes
         memory[start:stop].view(DTYPES[layout.dtype]).view(layout.shape).copy_(tensor)

@@ -34,7 +34,7 @@ from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.link import CLOSED
 
 if TYPE_CHECKING:
-    from glm5.engine.frontend.calls import Source
+    from glm5.engine.frontend.calls import Channel, Source
     from glm5.engine.transport.wire import EngineInfo, Policy
 
 logger = logging.getLogger(__name__)
@@ -248,6 +248,7 @@ class AsyncEngine:
         nothing."""
         self._is_closing = True
         self._client.close()
+        self._calls.close()
         self._wake()
         if self._is_started:
             self._thread.join()
@@ -363,10 +364,17 @@ class AsyncEngine:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self._wait(self._calls.wake_up(tags))
 
-    async def update_weights(self, source: Source, *, policy: Policy = "recompute", version: int | None = None) -> int:
+    async def update_weights(
+        self,
+        source: Source,
+        *,
+        policy: Policy = "recompute",
+        version: int | None = None,
+        channel: Channel = "auto",
+    ) -> int:
         self._check_running()
         # All tensors are looked at first.
-        future = await asyncio.to_thread(self._calls.update_weights, source, policy, version)
+        future = await asyncio.to_thread(self._calls.update_weights, source, policy, version, channel)
         return (await self._wait(future))["version"]
 
     async def reset_prefix_cache(self) -> None:

@@ -41,7 +41,7 @@ from glm5.engine.transport.wire import RoutedExperts, Start
 if TYPE_CHECKING:
     import torch
 
-    from glm5.engine.frontend.calls import Source
+    from glm5.engine.frontend.calls import Channel, Source
     from glm5.engine.transport.wire import Policy
     from glm5.model.glm5 import Glm5
 
@@ -247,16 +247,23 @@ class LLM:
         awake they can be updated; once both are, requests continue."""
         self._wait(self._calls.wake_up(tags))
 
-    def update_weights(self, source: Source, *, policy: Policy = "recompute", version: int | None = None) -> int:
+    def update_weights(
+        self,
+        source: Source,
+        *,
+        policy: Policy = "recompute",
+        version: int | None = None,
+        channel: Channel = "auto",
+    ) -> int:
         """Replace all or some weights, from a checkpoint folder or by tensors under its names or the model's.
 
         Those of a folder are all checked before the first is replaced, between two steps. Tensors are pushed in buckets
         of at most a layer, and requests wait from the first to the last; if that fails midway, they wait until another
         update has replaced all weights. `policy` for running requests: "keep" what they have computed, "recompute" it,
-        or "abort" them. Returns the version reported with later tokens: `version`, which must be larger than all
-        before, or the last one plus 1.
+        or "abort" them. `channel`: how tensors get there (frontend/calls.py). Returns the version reported with later
+        tokens: `version`, which must be larger than all before, or the last one plus 1.
         """
-        return self._wait(self._calls.update_weights(source, policy, version))["version"]
+        return self._wait(self._calls.update_weights(source, policy, version, channel))["version"]
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache in every tier, except for prefixes that running requests use."""
@@ -270,6 +277,7 @@ class LLM:
         """End the engine and its process. Closing again does nothing."""
         self._check_not_forked()
         self.client.close()
+        self._calls.close()
         while self.client.dead_because is None:
             self._pump()
 

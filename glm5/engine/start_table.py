@@ -72,6 +72,7 @@ def sizes_of(model: Glm5, cache: KVCache, num_ranks: int) -> dict[str, Any]:
     return {
         "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "num_ranks": num_ranks,
+        "first_gpu": device.index,
         "weight_bytes": num_bytes,
         "cache_bytes": cache.num_pages * KVCache.bytes_per_page(model.cfg, model.dtype, cache.layout, mtp=cache.mtp),
         "cache_dtype": {"auto": str(model.dtype).removeprefix("torch.")}.get(cache.layout, cache.layout),

@@ -19,7 +19,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.push import Push
+from glm5.checkpoint.broadcaster import Receiver
+from glm5.checkpoint.push import Push, SharedMemory
 from glm5.checkpoint.shard import TensorEntry
 from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
 from glm5.common.background import in_background
@@ -58,6 +59,7 @@ class Weights:
         self._shapes: dict[str, torch.Size] = {}
         self._on_host: dict[str, Tensor] = {}
         self._push: Push | None = None
+        self._receiver: Receiver | None = None  # of the last push that was broadcast
 
     @property
     def _written(self) -> Glm5:
@@ -73,17 +75,24 @@ class Weights:
         self._adopt(version)
 
     def prepare(self, push: PushCall) -> "Future[bool]":
-        directory = Path(f"/proc/{push.pid}/fd")
         buckets = [
             [TensorEntry(one.name, one.dtype, one.shape, str(push.buffers[i % 2]), one.start, one.stop) for one in each]
             for i, each in enumerate(push.buckets)
         ]
 
         def prepare() -> bool:
-            self._push = Push(self._written, directory, buckets, self.shard)
+            source = SharedMemory(Path(f"/proc/{push.pid}/fd"), self.model.device)
+            if push.port is not None:
+                source = self._receiver_at(push.port)
+            self._push = Push(self._written, source, buckets, self.shard)
             return self._push.is_complete
 
         return in_background(prepare, "glm5-weights")
+
+    def _receiver_at(self, port: int) -> Receiver:
+        if self._receiver is None or self._receiver.port != port:
+            self._receiver = Receiver(port, self.shard.rank, self.shard.size, self.model.device)
+        return self._receiver
 
     def check_sum(self, number: int, checksum: int) -> "Future[None]":
         assert self._push is not None, "not prepared"
@@ -95,7 +104,7 @@ class Weights:
 
     def end_push(self, version: int | None) -> None:
         if self._push is not None:
-            self._push.close()
+            self._push.source.end(failed=version is None)
             self._push = None
         if version is not None:
             self._adopt(version)

@@ -54,9 +54,13 @@ def begin(shard: Shard, device: torch.device, store: Store, *, timeout_s: float)
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **ranks)
         return
-    # The only way to select the loopback interface without environment variables.
+    dist.init_process_group("gloo", pg_options=gloo_options(timeout_s), **ranks)
+
+
+def gloo_options(timeout_s: float) -> Any:
+    """Options of a gloo group on the loopback interface; there is no other way without environment variables."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(interface=_LOOPBACK)]
-    options._timeout = timeout
-    dist.init_process_group("gloo", pg_options=options, **ranks)
+    options._timeout = timedelta(seconds=timeout_s)
+    return options

@@ -51,7 +51,7 @@ from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
 from glm5.rl.training.policy import SPARSE
 from glm5.rl.watch import Watch
 from glm5.train.metrics import flops_per_token, memory
-from glm5.train.stage_trainer import device_of
+from glm5.train.stage_trainer import current, device_of
 from glm5.train.state import locked, writing_to
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def run(
                 (out / name).unlink(missing_ok=True)
             for name in ("policy", "quantized", "tokenizer", "records"):
                 shutil.rmtree(out / name, ignore_errors=True)
-        with arithmetic(recipe, device):
+        with current(device), arithmetic(recipe, device):
             job = Run(recipe, out, device, unsafe_local=unsafe_local, open_gateway=open_gateway)
             return job.folder if job.is_done else asyncio.run(job.run())
 
@@ -181,7 +181,7 @@ class Run:
         groups = await self._alive(self._collect)
         rolled = time.monotonic()
         with self._naming_state():
-            trained = await asyncio.to_thread(self.trainer.train, groups, self.number)
+            trained = await asyncio.to_thread(self._train, groups)
         stepped = time.monotonic()
         self.tasks.observe(groups)
         self.number += 1
@@ -202,6 +202,10 @@ class Run:
         if self.recipe.rollouts.devices:
             figures["engines/lost"] = self.harness.policy.engines.num_lost
         self.watch.step(self.number, figures)
+
+    def _train(self, groups: Sequence[Group]) -> Trained:
+        with current(self.device):
+            return self.trainer.train(groups, self.number)
 
     def _speed(self, trained: Trained, seconds: float) -> dict[str, float]:
         """Of training: tokens a second, context included; the share of the device's peak; GiB."""
@@ -245,7 +249,8 @@ class Run:
         if self.version == version:
             return
         engines, policy = self.harness.policy.engines, "recompute" if cfg is None else cfg.policy
-        self.pushed = await engines.update_weights(weights, policy=policy, version=version)
+        channel = self.recipe.rollouts.weight_channel
+        self.pushed = await engines.update_weights(weights, policy=policy, version=version, channel=channel)
         self.version = version
         if self.rollouts is not None:
             self.rollouts.pushed(version)

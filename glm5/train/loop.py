@@ -30,7 +30,7 @@ from glm5.train.prefetch import RequestRow, prefetch_rows, row_workers
 from glm5.train.qat import MARK, STORED, check_widths
 from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
-from glm5.train.stage_trainer import StageTrainer, device_of
+from glm5.train.stage_trainer import StageTrainer, current, device_of
 from glm5.train.stages import long_sequence_warnings, losses_of
 from glm5.train.state import Position, Store, clear, locked, writing_to
 from glm5.train.step import Step
@@ -61,10 +61,11 @@ def train(recipe: Recipe, beside: Path, *, restart: bool = False) -> Path:
 
 @contextmanager
 def execution_settings(recipe: Recipe) -> Iterator[None]:
-    """Set the recipe's number of threads, and deterministic algorithms if it asks for them."""
-    on_gpu = device_of(recipe.device).type == "cuda"
+    """Set the recipe's device and number of threads, and deterministic algorithms if it asks for them."""
+    device = device_of(recipe.device)
     with (
-        torch_threads(recipe.threads or (HOST_THREADS if on_gpu else None)),
+        current(device),
+        torch_threads(recipe.threads or (HOST_THREADS if device.type == "cuda" else None)),
         deterministic(enabled=recipe.deterministic),
     ):
         yield

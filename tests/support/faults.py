@@ -44,10 +44,10 @@ def children(pid: int) -> Iterator[tuple[int, str]]:
 class Faults:
     """A run, and what is done to it."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, settings: Sequence[str]) -> None:
         self.out, self.random = folder / "run", Random(seed)
         (folder / "small.toml").write_text(TEXT)
-        self._command = [sys.executable, "-m", "glm5", "rl", str(folder / "small.toml"), "--set", *SETTINGS]
+        self._command = [sys.executable, "-m", "glm5", "rl", str(folder / "small.toml"), "--set", *SETTINGS, *settings]
         self._command.append(f'out="{self.out}"')
         self._log = folder / "log.txt"
         self.told = list[str]()
@@ -124,9 +124,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", nargs="*", default=[], help="more settings of the recipe")
     args = parser.parse_args()
     with TemporaryDirectory() as folder:
-        faults = Faults(Path(folder), args.seed)
+        faults = Faults(Path(folder), args.seed, args.set)
         recovered = faults.run(args.faults)
         check(faults.out)
     counts = {what: faults.told.count(what) for what in sorted(set(faults.told))}

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from glm5.checkpoint.handover import Buffers, TensorStream, buckets_of, stream_of
-from glm5.checkpoint.push import Push
+from glm5.checkpoint.push import Push, SharedMemory
 from glm5.checkpoint.shard import TensorEntry
 from glm5.parallel.table import UNSHARDED
 
@@ -28,7 +28,7 @@ class Sender:
             ]
             for i, bucket in enumerate(self.buckets)
         ]
-        self.push = Push(model, HERE, entries, shard)
+        self.push = Push(model, SharedMemory(HERE, model.device), entries, shard)
 
     def file(self, number: int) -> str:
         return str(self.buffers.descriptors[number % 2])

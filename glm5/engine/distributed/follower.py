@@ -15,6 +15,7 @@ from glm5.engine.core.interfaces import Launched, Memory, StepRunner, WeightSour
 from glm5.engine.distributed.loaded_pages import LoadedPages
 from glm5.engine.distributed.rank_wire import (
     Begin,
+    CheckBucket,
     Discard,
     End,
     EndPush,
@@ -80,6 +81,8 @@ class Follower:
                 self._reply_when_done(call, future)
             case PreparePush(call=call, push=push):
                 self._reply_when_done(call, self.weights.prepare(push))
+            case CheckBucket(call=call, number=number, checksum=checksum):
+                self._reply_when_done(call, self.weights.check_sum(number, checksum))
             case WriteBucket(call=call, number=number):
                 self._reply_when_done(call, self.weights.write(number))
             case EndPush(version=version):

@@ -75,6 +75,15 @@ class PreparePush:
 
 
 @dataclass(frozen=True)
+class CheckBucket:
+    """Receive a bucket of the push that was prepared last, and check its bytes; answered."""
+
+    call: int
+    number: int
+    checksum: int
+
+
+@dataclass(frozen=True)
 class WriteBucket:
     """Write this rank's part of a bucket of the push that was prepared last; answered."""
 
@@ -140,6 +149,7 @@ Order = (
     | Stage
     | Swap
     | PreparePush
+    | CheckBucket
     | WriteBucket
     | EndPush
     | Discard

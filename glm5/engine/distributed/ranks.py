@@ -33,6 +33,7 @@ from glm5.engine.core.interfaces import Launched, Memory, StepRunner, WeightSour
 from glm5.engine.distributed.loaded_pages import LoadedPages
 from glm5.engine.distributed.rank_wire import (
     Begin,
+    CheckBucket,
     Discard,
     End,
     EndPush,
@@ -287,7 +288,8 @@ class RankedWeights:
         return self._by_all(others, self._own.prepare(push))
 
     def check_sum(self, number: int, checksum: int) -> "Future[None]":
-        return self._own.check_sum(number, checksum)  # all ranks read the same memory
+        others = self._ranks.call(lambda call: CheckBucket(call, number, checksum))
+        return self._by_all(others, self._own.check_sum(number, checksum))
 
     def write(self, number: int) -> "Future[None]":
         others = self._ranks.call(lambda call: WriteBucket(call, number))

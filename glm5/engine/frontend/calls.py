@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from glm5.common.errors import RequestError
 from glm5.engine.frontend.client import Client
@@ -27,9 +27,14 @@ from glm5.engine.transport.wire import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from glm5.checkpoint.broadcaster import Broadcaster
     from glm5.checkpoint.handover import TensorStream
 
     Source = str | Path | Mapping[str, Tensor] | TensorStream
+
+Channel = Literal["auto", "memory", "collective"]
+"""How tensors reach an engine: through host memory, or by NCCL between GPUs (gloo between CPUs). "auto": by NCCL where
+they are on one GPU and the engine on others of the same process's, else through memory."""
 
 Called = Future[dict[str, Any]]
 
@@ -39,6 +44,7 @@ class Calls:
 
     def __init__(self, client: Client):
         self.client = client
+        self._broadcaster: Broadcaster | None = None
 
     def pause(self) -> Called:
         return self.client.call(PauseCall)
@@ -69,12 +75,14 @@ class Calls:
         """Start a trace that is written to `folder`; None ends it."""
         return self.client.call(lambda call_id: ProfileCall(call_id, folder))
 
-    def update_weights(self, source: Source, policy: Policy, version: int | None) -> Called:
+    def update_weights(self, source: Source, policy: Policy, version: int | None, channel: Channel = "auto") -> Called:
         """Tensors are sent by another thread, which needs them until the future is done."""
         if policy not in ("keep", "recompute", "abort"):
             raise RequestError(f"policy is {policy!r}; allowed: keep, recompute or abort", param="policy")
         if version is not None and not (type(version) is int and 0 <= version < 2**63):
             raise RequestError(f"version is {version!r:.60}; allowed: None, or 0 to 2**63 - 1", param="version")
+        if channel not in get_args(Channel):
+            raise RequestError(f"channel is {channel!r:.60}; allowed: auto, memory or collective", param="channel")
         self.client.check_alive()
         if isinstance(source, (str, Path)):
             folder = str(_folder(source))
@@ -85,7 +93,39 @@ class Calls:
         if not isinstance(source, (Mapping, TensorStream)):
             raise RequestError(f"source is {source!r:.60}; allowed: a folder, or tensors by name", param="source")
         stream = source if isinstance(source, TensorStream) else stream_of(source)
-        return push(self.client, stream, policy, version)
+        pushed = push(self.client, stream, policy, version, self._broadcaster_for(stream, channel))
+        pushed.add_done_callback(self._leave_failed)
+        return pushed
+
+    def _broadcaster_for(self, stream: TensorStream, channel: Channel) -> Broadcaster | None:
+        """What sends the tensors by a collective, if that is the channel."""
+        device, info = stream.device, self.client.info
+        own = None if device is None or device.type != "cuda" else device.index
+        gpus = () if info.first_gpu is None else range(info.first_gpu, info.first_gpu + info.num_ranks)
+        if channel == "memory" or (channel == "auto" and (own is None or not gpus or own in gpus)):
+            return None
+        if device is None or own in gpus or (own is None) != (not gpus):
+            raise RequestError(
+                f"channel is 'collective', and the tensors are on {device or 'several devices'}, the engine on "
+                f"{f'GPUs {[*gpus]}' if gpus else 'CPUs'}; allowed: all on CPUs, or the tensors on a GPU of their own",
+                param="channel",
+            )
+        from glm5.checkpoint.broadcaster import Broadcaster
+
+        if self._broadcaster is None or self._broadcaster.device != device:
+            self.close()
+            self._broadcaster = Broadcaster(info.num_ranks, device)
+        return self._broadcaster
+
+    def _leave_failed(self, push: Called) -> None:
+        """The next push needs another group; this one's sender closes it."""
+        if push.cancelled() or push.exception() is not None:
+            self._broadcaster = None
+
+    def close(self) -> None:
+        """Leave the group of the last pushes that were broadcast."""
+        if self._broadcaster is not None:
+            self._broadcaster.close()
 
 
 def _folder(source: str | Path) -> Path:

@@ -133,9 +133,10 @@ class PushedTensor(msgspec.Struct, array_like=True):
 class PushCall(msgspec.Struct, tag=True):
     """Replace all or some weights by tensors that come in `buckets`, each announced by a `Bucket`, in order.
 
-    Bucket i is in file descriptor `buffers[i % 2]` of process `pid`. All names and shapes are checked before the first
-    bucket is written; from then on no step runs until all have come. `policy`, `version` and the answer: as for
-    `UpdateWeightsCall`. After an error no step runs before all weights have been replaced, unless nothing was written.
+    Bucket i is in file descriptor `buffers[i % 2]` of process `pid`; or with `port`, the sender broadcasts it to all
+    ranks, which meet it there. All names and shapes are checked before the first bucket is written; from then on no
+    step runs until all have come. `policy`, `version` and the answer: as for `UpdateWeightsCall`. After an error no
+    step runs before all weights have been replaced, unless nothing was written.
     """
 
     call_id: int
@@ -144,11 +145,12 @@ class PushCall(msgspec.Struct, tag=True):
     buckets: list[list[PushedTensor]]
     policy: Policy = "recompute"
     version: int | None = None
+    port: int | None = None
 
 
 class Bucket(msgspec.Struct, tag=True):
-    """The next bucket of `push`, a `PushCall`'s id, is in its buffer; `checksum`: of its bytes. Answered once it
-    has been read. `error`: instead, why the sender cannot go on."""
+    """The next bucket of `push`, a `PushCall`'s id, is in its buffer or will be broadcast; `checksum`: of its bytes.
+    Answered once it has been read. `error`: instead, why the sender cannot go on."""
 
     call_id: int
     push: int
@@ -346,8 +348,8 @@ class EngineInfo(msgspec.Struct):
     `max_logprobs`: the most likely tokens that requests may ask for at each position.
     `simulated_acceptance`: for speed measurements, drafts are accepted at random, with so many tokens a step.
     `kv_events`: where events of the KV cache are published. `accelerator`: name of the GPU, None for a CPU, and
-    `num_ranks`, how many of them hold the model. `weight_bytes` and `cache_bytes`: memory of each. `cache_dtype`: the
-    cache's layout. `arithmetic`: of an engine on one rank whose bits do not depend on the batch, a key of
+    `num_ranks`, how many of them hold the model, from number `first_gpu` on. `weight_bytes` and `cache_bytes`: memory of
+    each. `cache_dtype`: the cache's layout. `arithmetic`: of an engine on one rank whose bits do not depend on the batch, a key of
     its arithmetic (arithmetic.py), for trainers that compute in the same.
     """
 
@@ -365,6 +367,7 @@ class EngineInfo(msgspec.Struct):
     kv_events: KvEventSource | None = None
     accelerator: str | None = None
     num_ranks: int = 1
+    first_gpu: int | None = None
     weight_bytes: int = 0
     cache_bytes: int = 0
     cache_dtype: str = "auto"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from glm5.common.errors import EngineDead, GlmError
 from glm5.engine import AsyncEngine
+from glm5.engine.frontend.calls import Channel
 from glm5.rl.rollouts.ring import HashRing
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,12 @@ class Engines:
         self._ring.add(number)
 
     async def update_weights(
-        self, source: Mapping[str, Tensor], *, policy: Literal["recompute", "keep"], version: int
+        self,
+        source: Mapping[str, Tensor],
+        *,
+        policy: Literal["recompute", "keep"],
+        version: int,
+        channel: Channel = "auto",
     ) -> dict[str, Any]:
         """Push weights into every engine, those included that were started again meanwhile; returns the figures of the
         slowest push. An engine that ends at it is taken out. Raises EngineDead where none is left."""
@@ -139,7 +145,7 @@ class Engines:
                 logger.warning("engine %d of %d could not be started again: %s", number, self.count, error)
 
         async def push(engine: AsyncEngine) -> dict[str, Any]:
-            await engine.update_weights(source, policy=policy, version=version)
+            await engine.update_weights(source, policy=policy, version=version, channel=channel)
             return (await engine.stats())["last_push"]
 
         done = await asyncio.gather(*map(push, ready.values()), return_exceptions=True)

@@ -107,7 +107,7 @@ class Scripted:
     def close(self) -> None:
         self.is_closed = True
 
-    async def update_weights(self, source, *, policy, version) -> None:
+    async def update_weights(self, source, *, policy, version, channel) -> None:
         if self.stopped_because:
             raise EngineDead(self.stopped_because)
         self.version = version
