@@ -86,7 +86,7 @@ def build_for(start: Start, on_progress: Progress, heartbeat: Heartbeat | None =
     if size == 1:
         model = _load(start, config, UNSHARDED, _device(start, 0, size), on_progress)
         return build_core(model, config, source=path, load_tokenizer=load_tokenizer, on_progress=on_progress)
-    cfg, device = ModelConfig.from_file(path), _device(start, size - 1, size)
+    cfg, device = ModelConfig.from_file(path), _device(start, 0, size)
     local_config(cfg, size)
     assert heartbeat is not None, "ranks need a process of their own"
     on_progress("waiting for the ranks", 0.0)
@@ -122,10 +122,13 @@ def build_follower(begin: Begin, send_reply: Callable[[RankReply], None]) -> Fol
 
 
 def _device(start: Start, rank: int, size: int) -> torch.device:
-    """The device of a rank; GPUs are assigned in order."""
+    """The device of a rank, a process of its own; GPUs are assigned in order. On it this thread's kernels run."""
     check_gpus(start.device, size)
     name = ("cuda" if torch.cuda.is_available() else "cpu") if start.device == "auto" else start.device
-    return parse_device(f"cuda:{rank}" if name == "cuda" and size > 1 else name)
+    device = parse_device(f"cuda:{rank}" if name == "cuda" and size > 1 else name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 @dataclass

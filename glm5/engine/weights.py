@@ -8,6 +8,7 @@ outlive this one; it is random for weights that are in no file.
 
 import ctypes
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -29,6 +30,7 @@ from glm5.engine.cache.memory import restoring
 from glm5.engine.runner.native import release as release_native
 from glm5.engine.shared_model import SharedModel
 from glm5.engine.transport.wire import PushCall
+from glm5.kernels.current_device import current
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import UNSHARDED, Shard
 
@@ -68,7 +70,7 @@ class Weights:
 
     def stage(self, folder: Path) -> "Future[Staged]":
         """See `WeightSource`. Raises CheckpointError or ConfigError for damaged or unsuitable weights."""
-        return in_background(lambda: stage(self.model, folder, self.shard), "glm5-weights")
+        return self._in_background(lambda: stage(self.model, folder, self.shard))
 
     def swap(self, staged: Staged, version: int) -> None:
         replace(self._written, staged)
@@ -87,7 +89,14 @@ class Weights:
             self._push = Push(self._written, source, buckets, self.shard)
             return self._push.is_complete
 
-        return in_background(prepare, "glm5-weights")
+        return self._in_background(prepare)
+
+    def _in_background(self, action: "Callable[[], Result]") -> "Future[Result]":
+        def act() -> Result:
+            with current(self.model.device):
+                return action()
+
+        return in_background(act, "glm5-weights")
 
     def _receiver_at(self, port: int) -> Receiver:
         if self._receiver is None or self._receiver.port != port:
@@ -96,11 +105,11 @@ class Weights:
 
     def check_sum(self, number: int, checksum: int) -> "Future[None]":
         assert self._push is not None, "not prepared"
-        return in_background(partial(self._push.check_sum, number, checksum), "glm5-weights")
+        return self._in_background(partial(self._push.check_sum, number, checksum))
 
     def write(self, number: int) -> "Future[None]":
         assert self._push is not None, "not prepared"
-        return in_background(partial(self._push.write, number), "glm5-weights")
+        return self._in_background(partial(self._push.write, number))
 
     def end_push(self, version: int | None) -> None:
         if self._push is not None:

@@ -3,12 +3,12 @@
 import resource
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 
 from glm5.checkpoint.load import parse_device
+from glm5.kernels.current_device import current
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -21,8 +21,7 @@ def on_devices(
 
     def of_device(number: int) -> list[Result]:
         device = devices[number]
-        # Triton and libraries launch on a thread's device, wherever tensors lie.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with current(device):
             return [work(job, device) for job in jobs[number :: len(devices)]]
 
     if len(devices) == 1:

@@ -31,6 +31,7 @@ from glm5.common.errors import EngineDead, TrainingError
 from glm5.common.interrupt import noted_interrupt
 from glm5.config.rl import RLRecipe
 from glm5.engine import AsyncEngine
+from glm5.kernels.current_device import current
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.environments.workers import EnvironmentWorkers
 from glm5.rl.evaluate import evaluate
@@ -51,7 +52,7 @@ from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
 from glm5.rl.training.policy import SPARSE
 from glm5.rl.watch import Watch
 from glm5.train.metrics import flops_per_token, memory
-from glm5.train.stage_trainer import current, device_of
+from glm5.train.stage_trainer import device_of
 from glm5.train.state import locked, writing_to
 
 logger = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from glm5.common.errors import TrainingError
 from glm5.common.interrupt import noted_interrupt
 from glm5.config.model import ModelConfig
 from glm5.config.train import Recipe, StageConfig
+from glm5.kernels.current_device import current
 from glm5.quant.qat import KEY
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
@@ -30,7 +31,7 @@ from glm5.train.prefetch import RequestRow, prefetch_rows, row_workers
 from glm5.train.qat import MARK, STORED, check_widths
 from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
-from glm5.train.stage_trainer import StageTrainer, current, device_of
+from glm5.train.stage_trainer import StageTrainer, device_of
 from glm5.train.stages import long_sequence_warnings, losses_of
 from glm5.train.state import Position, Store, clear, locked, writing_to
 from glm5.train.step import Step

@@ -1,8 +1,7 @@
 """Trains the stages of a run in this process. The loop uses this interface for distributed runs, too
 (`parallel/trainer.py`)."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +115,6 @@ def device_of(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise TrainingError(f"device {name}: there is no CUDA device here")
     return device
-
-
-@contextmanager
-def current(device: torch.device) -> Iterator[None]:
-    """Inside the block this thread's current GPU is `device`, if it is one: Triton's kernels run there alone."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        yield
 
 
 def batch_of(rows: Sequence[Row], device: torch.device) -> Batch:

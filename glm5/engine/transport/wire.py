@@ -348,9 +348,9 @@ class EngineInfo(msgspec.Struct):
     `max_logprobs`: the most likely tokens that requests may ask for at each position.
     `simulated_acceptance`: for speed measurements, drafts are accepted at random, with so many tokens a step.
     `kv_events`: where events of the KV cache are published. `accelerator`: name of the GPU, None for a CPU, and
-    `num_ranks`, how many of them hold the model, from number `first_gpu` on. `weight_bytes` and `cache_bytes`: memory of
-    each. `cache_dtype`: the cache's layout. `arithmetic`: of an engine on one rank whose bits do not depend on the batch, a key of
-    its arithmetic (arithmetic.py), for trainers that compute in the same.
+    `num_ranks`, how many of them hold the model, from number `first_gpu` on. `weight_bytes`, `cache_bytes`: memory of
+    each. `cache_dtype`: the cache's layout. `arithmetic`: of an engine on one rank whose bits do not depend on the
+    batch, a key of its arithmetic (arithmetic.py), for trainers that compute in the same.
     """
 
     page_size: int
