@@ -296,8 +296,10 @@ def read_weights(
     title, total, num_read = f"loading {Path(index.source).name}", sum(num_bytes.values()), 0
     shown = Progress(total=total, unit="B", desc=title) if shard.rank == 0 and not quiet else nullcontext()
     try:
-        with ThreadPoolExecutor(_num_threads(source, device)) as readers, shown as progress:
-            for piece, _ in zip(work, readers.map(read, work), strict=True):  # an error cancels the rest
+        is_there = isinstance(source, Tensor) and source.is_cuda  # nothing to wait for
+        with ThreadPoolExecutor(num_readers(device)) as readers, shown as progress:
+            done = map(read, work) if is_there else readers.map(read, work)  # an error cancels the rest
+            for piece, _ in zip(work, done, strict=True):
                 num_read += piece.num_bytes
                 on_share(num_read / total)
                 if progress is not None:
@@ -305,11 +307,6 @@ def read_weights(
     finally:  # also after an error: pending copies would write into memory that may have been reused
         staging_pool.finish()
     return total
-
-
-def _num_threads(source: Path | Tensor, device: torch.device) -> int:
-    """What is on the GPU already leaves nothing to wait for."""
-    return 1 if isinstance(source, Tensor) and source.is_cuda else num_readers(device)
 
 
 def _spans(

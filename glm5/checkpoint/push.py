@@ -23,7 +23,7 @@ from glm5.checkpoint.names import slot_of
 from glm5.checkpoint.pinned import Pinned
 from glm5.checkpoint.shard import TensorEntry
 from glm5.checkpoint.sums import checksum
-from glm5.checkpoint.update import is_finite, match, parts_of
+from glm5.checkpoint.update import all_finite, is_finite, match, parts_of
 from glm5.common.errors import CheckpointError
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import UNSHARDED, Shard
@@ -105,6 +105,7 @@ class Push:
             if entry.name in entries or bucket_of.setdefault(module, number) != number:
                 raise CheckpointError(f"the update has {entry.name} twice, or {module} in several buckets")
             entries[entry.name] = entry
+        self._current = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self._match = match(model, ShardIndex("the update", entries))
         self.is_complete = self._match.is_complete
 
@@ -120,17 +121,18 @@ class Push:
     def write(self, number: int) -> None:
         """Write a bucket into the parameters. No step may run. CheckpointError if they then hold NaN or infinity."""
         index = ShardIndex("the update", {entry.name: entry for entry in self._buckets[number]})
-        current = {name: tensor.detach() for name, tensor in self._model.state_dict().items()}
-        names = self._match.read_into(current, self._bytes_of(number), index, self._shard, quiet=True)
+        names = self._match.read_into(self._current, self._bytes_of(number), index, self._shard, quiet=True)
         self.source.drop(number)
-        bad: list[str] = []
-        for name in names:
-            slot = slot_of(name)
-            parts = [slot._replace(parameter=part).view(current[part]) for part in parts_of(slot.parameter, current)]
-            if not all(is_finite(part) for part in parts):
-                bad.append(name)
-        if bad:
+        parts = {name: self._parts_of(name) for name in names}
+        if all_finite([part for each in parts.values() for part in each]):
+            return
+        if bad := [name for name, each in parts.items() if not all(map(is_finite, each))]:
             raise CheckpointError(f"{counted(bad, 'tensor')} of the update would hold NaN or infinity")
+
+    def _parts_of(self, name: str) -> list[Tensor]:
+        slot = slot_of(name)
+        keys = parts_of(slot.parameter, self._current)
+        return [slot._replace(parameter=key).view(self._current[key]) for key in keys]
 
     def _bytes_of(self, number: int) -> Tensor:
         bucket = self._buckets[number]

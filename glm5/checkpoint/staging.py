@@ -23,15 +23,11 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self.device, self._current = device, 0
         self._buffers: list[Tensor] = []
-        if device.type == "cuda":
+        self.is_pinned = device.type == "cuda"
+        if self.is_pinned:
             self._stream = torch.cuda.Stream(device)
             self._stream.wait_stream(torch.cuda.default_stream(device))  # the parameters were allocated on that one
-            self._buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._events = [torch.cuda.Event() for _ in range(2)]
-
-    @property
-    def is_pinned(self) -> bool:
-        return bool(self._buffers)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -52,6 +48,8 @@ class Staging:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if not self.is_pinned or num_bytes > _BUFFER_BYTES:
             return torch.empty(shape, dtype=dtype)
+        if not self._buffers:  # what is on the device already needs none
+            self._buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._current = 1 - self._current
         self._events[self._current].synchronize()
         return self._buffers[self._current][:num_bytes].view(dtype).view(shape)

@@ -8,7 +8,7 @@ which are quantized (masters.py). Values in memory come in buckets instead (push
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -224,6 +224,13 @@ def _copies(current: dict[str, Tensor], cfg: ModelConfig, names: list[str], kept
         if count < num_parts[parameter]:
             new[parameter].copy_(current[parameter])
     return new
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether none holds NaN or infinity, with one wait for their device. False also where a sum overflows."""
+    sums = [tensor.sum().float() for tensor in tensors if tensor.element_size() > 1]
+    others = [tensor for tensor in tensors if tensor.element_size() == 1]
+    return (not sums or bool(torch.stack(sums).isfinite().all())) and all(map(is_finite, others))
 
 
 def is_finite(tensor: Tensor) -> bool:
