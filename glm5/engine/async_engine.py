@@ -255,10 +255,11 @@ class AsyncEngine:
         else:
             self._run()
 
-    def kill(self) -> None:
-        """Kill the engine: it writes nothing more to disk, and requests still running get EngineDead."""
+    def kill(self, reason: str = "it was killed") -> None:
+        """Kill the engine: it writes nothing more to disk, and requests still running get EngineDead with the
+        reason."""
         self._is_closing = True
-        self._client.fail("it was killed")
+        self._client.fail(reason)
         self._wake()
 
     def __enter__(self) -> Self:

@@ -1,8 +1,8 @@
 """Faults of every process of an asynchronous run: `python -m tests.support.faults --faults 40 --seed 0`.
 
-Processes are killed, or stopped: engines until their heartbeats are missed, others for some seconds. When the run
-itself is killed, the same command goes on. At the end every group of every step is there once, and nothing stale was
-trained.
+Processes are killed, or stopped: engines until their heartbeats are missed, others for some seconds. The run is also
+asked to end (SIGTERM), whatever is under way; it must then end by itself and leave no process. After its end, of
+whichever kind, the same command goes on. At last every group of every step is there once, and nothing stale was trained.
 """
 
 import argparse
@@ -27,6 +27,8 @@ SETTINGS = (
     *("rollouts.watchdog_timeout=4", "environment.0.tasks=1000", "evaluation.every=1000", "workers=2"),
     "records.state_every=3",
 )
+ENDED = (130, 143)
+"""Exit codes of a run that was asked to end."""
 PAUSE = (0.5, 2.5)
 """Seconds between faults, of which the first comes when a step has been trained."""
 
@@ -35,10 +37,22 @@ def children(pid: int) -> Iterator[tuple[int, str]]:
     """(process, what it is): "engine" or "worker"."""
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
-            if folder.name.isdigit() and int(folder.joinpath("stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                command = folder.joinpath("cmdline").read_text()
-                if kind := next((one for one in ("engine", "worker") if f".{one}" in command), None):
-                    yield int(folder.name), kind
+            is_child = folder.name.isdigit() and int(_stat(folder)[1]) == pid
+            if is_child and (kind := kind_of(folder)) is not None:
+                yield int(folder.name), kind
+
+
+def kind_of(folder: Path) -> str | None:
+    """What a process of /proc is, if it runs."""
+    try:
+        command = folder.joinpath("cmdline").read_text()
+    except OSError:
+        return None
+    return next((one for one in ("engine", "worker") if f".{one}" in command), None)
+
+
+def _stat(folder: Path) -> list[str]:
+    return folder.joinpath("stat").read_text().rpartition(")")[2].split()
 
 
 class Faults:
@@ -50,7 +64,8 @@ class Faults:
         self._command = [sys.executable, "-m", "glm5", "rl", str(folder / "small.toml"), "--set", *SETTINGS, *settings]
         self._command.append(f'out="{self.out}"')
         self._log = folder / "log.txt"
-        self.told = list[str]()
+        self.told, self.ended = list[str](), list[float]()
+        self._asked_at, self._children = 0.0, list[tuple[int, str]]()
 
     def run(self, count: int) -> list[float]:
         """Seconds from each fault to the next trained step."""
@@ -73,7 +88,11 @@ class Faults:
             if (code := process.poll()) is not None:
                 if code == 0:
                     return recovered
-                if code != -signal.SIGKILL:
+                if code in ENDED:
+                    self.ended.append(now - self._asked_at)
+                    left = [one for one in self._children if one[1] == kind_of(Path(f"/proc/{one[0]}"))]
+                    assert not left, f"processes {left} outlive the run"
+                elif code != -signal.SIGKILL:
                     raise AssertionError(f"exit code {code}: {self._log.read_text()[-3000:]}")
                 process = self._start()
             elif left and now > next_at and at is None:
@@ -85,6 +104,11 @@ class Faults:
         found = [*children(process.pid), (process.pid, "run")]
         kind = self.random.choice(sorted({kind for _, kind in found}))
         pid = self.random.choice([one for one, what in found if what == kind])
+        if kind == "run" and self.random.random() < 0.5:
+            self.told.append("end run")
+            self._asked_at, self._children = time.monotonic(), found[:-1]
+            process.terminate()
+            return
         stops = self.random.random() < 0.5
         self.told.append(f"{'stop' if stops else 'kill'} {kind}")
         with suppress(ProcessLookupError):
@@ -132,6 +156,8 @@ def main() -> None:
         check(faults.out)
     counts = {what: faults.told.count(what) for what in sorted(set(faults.told))}
     print(f"{len(faults.told)} faults: {counts}; to the next trained step {quantiles(recovered)}")
+    if faults.ended:
+        print(f"ends that were asked for took {quantiles(faults.ended)}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ CONCURRENT, GROUP, ENGINES = 1024, 16, 16
 class ScriptedEngine:
     """Answers any prompt with one reply."""
 
-    stopped_because, is_ready = None, True
+    stopped_because, is_ready, info = None, True, SimpleNamespace(vocab_size=1 << 20)
 
     def __init__(self, reply_ids: Sequence[int]) -> None:
         self.reply_ids, self.num_turns = tuple(reply_ids), 0

@@ -3,17 +3,20 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 import numpy as np
 
 from glm5.common.errors import EngineDead
 from glm5.config.rl import Rollouts
-from glm5.engine import SamplingParams
+from glm5.engine import Delta, SamplingParams
 from glm5.engine.sampling.params import MAX_N, answer_seeds
 from glm5.rl.rollouts.engines import Engines
 from glm5.rl.segments import Experts, Segment, seed_of
 
+_ROUNDING = 1e-3
+"""By which a log-probability may lie above 0."""
 _INTERVAL = 32
 """Tokens of an answer that an engine which ends may take with it, where there are others to go on."""
 
@@ -109,9 +112,13 @@ class Policy:
         left = min(self.room(len(prompt_ids)), self.cfg.max_tokens - len(answers[0].token_ids))
         params = self.params.but(seed=seed, n=len(answers), max_tokens=left)
         options = {"sampling_mask": params.truncates, "stream_interval": _INTERVAL}
+        engine = self.engines.of(key)
         try:
-            async with self.engines.of(key).generate(prompt_ids, params, **options) as deltas:
+            async with engine.generate(prompt_ids, params, **options) as deltas:
                 async for delta in deltas:
+                    if (reason := _nonsense(delta, engine.info.vocab_size)) is not None:
+                        engine.kill(reason)
+                        raise EngineDead(reason)
                     answer = answers[delta.index]
                     answer.token_ids += delta.token_ids
                     answer.logprobs += delta.tempered_logprobs
@@ -126,3 +133,14 @@ class Policy:
         except EngineDead:
             if self.engines.stopped_because is not None:
                 raise
+
+
+def _nonsense(delta: Delta, vocab_size: int) -> str | None:
+    """Why what an engine has sent cannot have been sampled, if so: it is out of order then, and nothing of it may be
+    trained."""
+    ids, logprobs = delta.token_ids, delta.tempered_logprobs
+    if len(ids) != len(logprobs):
+        return f"it answered {len(logprobs)} log-probabilities for {len(ids)} tokens"
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size and max(logprobs) <= _ROUNDING and isfinite(sum(logprobs))):
+        return f"it answered tokens {min(ids)} to {max(ids)} with log-probabilities {logprobs[:4]}"
+    return None

@@ -94,9 +94,11 @@ def test_a_ring_without_members_says_so():
 class Scripted:
     """An engine whose tokens count up from the last one of the prompt; `ends_after`: tokens that it gives in all."""
 
+    info = SimpleNamespace(vocab_size=1000)
+
     def __init__(self, ends_after: float = float("inf")) -> None:
         self.left, self.stopped_because, self.asked = ends_after, None, list[list[int]]()
-        self.version, self.is_closed = 0, False
+        self.version, self.is_closed, self.nonsense = 0, False, {}
 
     @property
     def is_ready(self) -> bool:
@@ -106,6 +108,9 @@ class Scripted:
 
     def close(self) -> None:
         self.is_closed = True
+
+    def kill(self, reason: str) -> None:
+        self.stopped_because = reason
 
     async def update_weights(self, source, *, policy, version, channel) -> None:
         if self.stopped_because:
@@ -138,9 +143,8 @@ class Answers:
                 self.engine.left -= 1
                 end = "length" if place == self.params.max_tokens else None
                 values = {"tempered_logprobs": (-1.0,), "version": self.engine.version, "sampling_mask": ()}
-                yield SimpleNamespace(
-                    token_ids=(self.last + place,), index=index, finish_reason=end, routed_experts=None, **values
-                )
+                values |= {"token_ids": (self.last + place,)} | (self.engine.nonsense if place == 3 else {})
+                yield SimpleNamespace(index=index, finish_reason=end, routed_experts=None, **values)
         await asyncio.sleep(0)
 
 
@@ -180,6 +184,35 @@ def test_what_an_engine_was_asked_goes_on_elsewhere_with_its_tokens():
         assert (len(sampled.logprobs), len(sampled.versions), sampled.is_truncated) == (20, 20, True)
     asked = [len(prompt) for engine in made for prompt in engine.asked if len(prompt) > 3]
     assert min(asked) >= 3 + 7
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"token_ids": (1000,)},
+        {"token_ids": (-1,)},
+        {"tempered_logprobs": (float("nan"),)},
+        {"tempered_logprobs": (float("-inf"),)},
+        {"tempered_logprobs": (0.1,)},
+        {"tempered_logprobs": ()},
+    ],
+)
+def test_an_engine_that_answers_nonsense_is_taken_out(nonsense):
+    engines, _ = scripted(float("inf"), float("inf"))
+    bad = engines.of(5)
+    bad.nonsense = nonsense
+    found = asyncio.run(replies(engines, 5))
+    assert [sampled.token_ids for _, _, sampled in found] == [list(range(4, 24))] * 4
+    assert all(sampled.logprobs == [-1.0] * 20 for _, _, sampled in found)
+    assert "it answered" in bad.stopped_because
+    assert engines.num_lost == 1
+    # Alone it ends the request with the reason. Control: what it may answer.
+    alone, (only,) = scripted(float("inf"))
+    only.nonsense = {"tempered_logprobs": (1e-6,)}
+    assert len(asyncio.run(replies(alone, 5))) == 4
+    only.nonsense = nonsense
+    with pytest.raises(EngineDead, match="it answered"):
+        asyncio.run(replies(alone, 5))
 
 
 def test_all_engines_ended():
