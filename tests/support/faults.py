@@ -2,7 +2,8 @@
 
 Processes are killed, or stopped: engines until their heartbeats are missed, others for some seconds. The run is also
 asked to end (SIGTERM), whatever is under way; it must then end by itself and leave no process. After its end, of
-whichever kind, the same command goes on. At last every group of every step is there once, and nothing stale was trained.
+whichever kind, the same command goes on. At last every group of every step is there once, and nothing stale was
+trained.
 """
 
 import argparse
@@ -27,7 +28,7 @@ SETTINGS = (
     *("rollouts.watchdog_timeout=4", "environment.0.tasks=1000", "evaluation.every=1000", "workers=2"),
     "records.state_every=3",
 )
-ENDED = (130, 143)
+ENDED = (130, 143, -signal.SIGTERM)
 """Exit codes of a run that was asked to end."""
 PAUSE = (0.5, 2.5)
 """Seconds between faults, of which the first comes when a step has been trained."""
