@@ -16,6 +16,7 @@ import httpx
 from glm5.chat.tokenizer import Tokenizer
 from glm5.engine.frontend.outputs import Delta, Logprob, Piece
 from tests.support.engines import ScriptedEngine
+from tests.support.tokenizers import tiny_tokenizer
 
 TOOL = {
     "name": "run",
@@ -23,7 +24,7 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"command": {"type": "string"}, "n": {"type": "integer"}}},
 }
 WORDS = ["alpha", "weather in Paris", "the answer", "Berlin", "{x: 1}", "ünï", "a  b", "\n\n", "ok.", "<|user|>", "7"]
-DIALECTS = ("chat", "anthropic", "responses")
+DIALECTS = ("chat", "anthropic", "responses", "completions")
 
 
 class RandomEngine(ScriptedEngine):
@@ -187,6 +188,13 @@ class Agent:
             tools = [{"name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["parameters"]}]
             more = {"system": self.system, "max_tokens": 4096, "thinking": {"type": "enabled", "budget_tokens": 2048}}
             return "/v1/messages", given | more | {"messages": self.history, "tools": tools}
+        if self.dialect == "completions":
+            prompt = [self.system, *(one["content"] for one in self.history)]
+            if self.keeps_tokens:
+                prompt = [token for part in prompt for token in (self._ids(part) if isinstance(part, str) else part)]
+            else:
+                prompt = "".join(prompt)
+            return "/v1/completions", given | {"prompt": prompt, "max_tokens": 4096, "return_token_ids": True}
         more = {"instructions": self.system, "input": self.history, "store": False}
         return "/v1/responses", given | more | {"tools": [{"type": "function", **TOOL}]}
 
@@ -240,6 +248,20 @@ class Agent:
         ]
         return [kept, {"role": "user", "content": results}]
 
+    def _read_completions(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
+        """Tokens as they came; or text, which has no end of the reply, so that going on begins a branch."""
+        (choice,) = answer["choices"]
+        self.num_branches += not self.keeps_tokens
+        said = choice["token_ids" if self.keeps_tokens else "text"]
+        return [{"role": "assistant", "content": said}, self._user(f"go on {self.random.random()}")]
+
+    @property
+    def keeps_tokens(self) -> bool:
+        return self.keeps_reasoning
+
+    def _ids(self, text: str) -> list[int]:
+        return tiny_tokenizer().encode(text)
+
     def _read_responses(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
         kept: list[dict[str, Any]] = []
         calls: list[dict[str, Any]] = []
@@ -278,6 +300,11 @@ class Agent:
                     function["name"] += call["function"].get("name") or ""
                     function["arguments"] += call["function"].get("arguments") or ""
         return {"choices": [{"message": message}]}
+
+    def _joined_completions(self, events: list[dict[str, Any]]) -> dict[str, Any]:
+        choices = [choice for event in events for choice in event["choices"]]
+        text = "".join(one["text"] for one in choices)
+        return {"choices": [{"text": text, "token_ids": [token for one in choices for token in one["token_ids"]]}]}
 
     def _joined_anthropic(self, events: list[dict[str, Any]]) -> dict[str, Any]:
         blocks: list[dict[str, Any]] = []

@@ -14,6 +14,7 @@ from typing import Any
 
 from glm5.chat.continuation import Continuations, joined
 from glm5.chat.template import ChatTemplate
+from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import ConfigError, RequestError
 from glm5.rl.gateway.messages import Message, is_reply, key_of, setting_key
 from glm5.rl.segments import Segment, SegmentTree, seed_of
@@ -22,12 +23,14 @@ from glm5.rl.segments import Segment, SegmentTree, seed_of
 @dataclass
 class _Node:
     """A segment of the tree. Of a context: `keys` of the messages that it stands for, after its parent's; of a root
-    also `setting`, the key of its tools and the template's options. Of a reply: `reply`, what it says."""
+    also `setting`, the key of its tools and the template's options. Of a reply: `reply`, what it says. `is_text`: of a
+    completion, which has no messages."""
 
     segment: int
     keys: list[str] = field(default_factory=list[str])
     setting: str = ""
     reply: Message | None = None
+    is_text: bool = False
     children: list["_Node"] = field(default_factory=list["_Node"])
 
 
@@ -78,6 +81,30 @@ class Session:
                 except ConfigError:
                     pass  # the template cannot append to this: a beginning of its own
             return self._begins(messages, tools, options)
+
+    def place_text(self, prompt: str | Sequence[int], tokenizer: Tokenizer) -> Placed:
+        """Where a completion goes on: after the longest path of completions that `prompt` begins with, be it text or
+        tokens, so that only the rest is tokenized. Raises RequestError as `place` does."""
+        with self._lock:
+            node, position, ids = self._longest_text(prompt, tokenizer)
+            if node is not None and node.reply is None:
+                return Placed(node, ids)  # asked again
+            given = prompt.encode() if isinstance(prompt, str) else prompt
+            rest = given[position:]
+            new = tokenizer.encode(rest.decode()) if isinstance(rest, bytes) else [*rest]
+            is_whole = node is not None and ids == self.tree.token_ids(node.segment)
+            if node is not None and is_whole and not new:
+                return Placed(node, ids)
+            if node is None or not is_whole:
+                added = self._added(Segment([*ids, *new]), ())
+                others = self._roots
+            else:
+                added = self._added(Segment(new, node.segment), ())
+                others = node.children
+            added.is_text = True
+            self.num_forks += bool(others)
+            others.append(added)
+            return Placed(added, [*ids, *new])
 
     def aside(self, ids: Sequence[int]) -> Placed:
         """A prompt that no later request goes on from, such as one that ends within a reply."""
@@ -142,6 +169,28 @@ class Session:
                 elif position < len(messages) and is_reply(messages[position], child.reply):
                     waiting.append(([*path, child], position + 1))
         return best[1], best[0]
+
+    def _longest_text(self, prompt: str | Sequence[int], tokenizer: Tokenizer) -> tuple[_Node | None, int, list[int]]:
+        """The last node of the longest path of completions that `prompt` begins with, up to a reply or the whole of
+        it; how much of the prompt that is, and its tokens. The end of a reply may be absent: its text has none."""
+        given = prompt.encode() if isinstance(prompt, str) else list(prompt)
+        best: tuple[_Node | None, int, list[int]] = (None, 0, [])
+        waiting: list[tuple[_Node, int, list[int]]] = [(root, 0, []) for root in self._roots if root.is_text]
+        while waiting:
+            node, position, before = waiting.pop()
+            own = self.tree.segments[node.segment].token_ids
+            has_end = node.reply is not None and own[-1] in tokenizer.eos_ids
+            for ids in (own, own[:-1]) if has_end else (own,):
+                part = b"".join(map(tokenizer.bytes_of, ids)) if isinstance(given, bytes) else ids
+                if given[position : position + len(part)] != part:
+                    continue
+                end = position + len(part)
+                if end > best[1] and (node.reply is not None or end == len(given)):
+                    best = node, end, [*before, *ids]
+                if ids is own:
+                    waiting += ((child, end, [*before, *ids]) for child in node.children)
+                break
+        return best
 
     def _goes_on(
         self, after: _Node, messages: Sequence[Message], has_tools: bool, options: Mapping[str, Any]

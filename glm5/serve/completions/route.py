@@ -12,16 +12,19 @@ from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
 from glm5.engine.frontend.request_builder import Options
+from glm5.rl.gateway.session import Session
 from glm5.serve.chat.route import failed
 from glm5.serve.completions.answer import CompletionAnswer, PromptInput
 from glm5.serve.completions.body import CompletionBody, TextOrIds
 from glm5.serve.generation.job import Job, Step, Usage, check_all, merged, steps
+from glm5.serve.generation.prompting import session_of
 from glm5.serve.generation.sampling_fields import context_exceeded, fit
 from glm5.serve.http.body import body_of, described
 from glm5.serve.http.call import answer_id
 from glm5.serve.http.errors import named
 from glm5.serve.http.sse import DONE, EventStream, Tap, event
 from glm5.serve.service.service import Service, get_service
+from glm5.serve.service.sessions import Recording
 
 router = APIRouter()
 _read = body_of(CompletionBody)
@@ -49,7 +52,9 @@ def prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[Pro
     """The prompts, and their requests as the engine gets them. Raises RequestError."""
     body.check()
     wanted, wanted_by = body.constraint()
-    prompts = [_prompt_input(prompt, service) for prompt in body.prompts()]
+    session = session_of(service, is_asked=body.max_tokens > 0)
+    found = [_prompt_input(prompt, service, session) for prompt in body.prompts()]
+    prompts = [prompt_input for prompt_input, _ in found]
     names, most = {"structured_outputs": wanted_by}, max(1, body.max_tokens)
     with named(names):  # built once: validating the constraint for each prompt would repeat the work
         params = body.params(
@@ -60,22 +65,27 @@ def prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[Pro
             structured_outputs=wanted,
         )
     jobs: list[Job] = []
-    for number, prompt_input in enumerate(prompts):
+    for number, (prompt_input, recording) in enumerate(found):
         fit(service, len(prompt_input.ids), most, prompt="prompt", limit="max_tokens")
         options = Options(priority=body.priority, cache_salt=body.cache_salt)
         job_id = name if len(prompts) == 1 else f"{name}_{number}"
-        jobs.append(Job(job_id, prompt_input.ids, params, options, names=names, streams=body.stream))
+        job = Job(job_id, prompt_input.ids, params, options, names=names, streams=body.stream, recording=recording)
+        jobs.append(job)
     return prompts, jobs
 
 
-def _prompt_input(prompt: TextOrIds, service: Service) -> PromptInput:
-    if not isinstance(prompt, str):
-        return PromptInput(None, prompt)
+def _prompt_input(prompt: TextOrIds, service: Service, session: Session | None) -> tuple[PromptInput, Recording | None]:
+    """A prompt, in a session with the tokens that it has, and where its answers go."""
+    text = prompt if isinstance(prompt, str) else None
     most = service.engine.max_model_len
-    if (least := service.tokenizer.least_tokens(prompt)) > most:
+    if text is not None and (least := service.tokenizer.least_tokens(text)) > most:
         raise context_exceeded(most, f"at least {least}", param="prompt")
     try:
-        return PromptInput(prompt, service.tokenizer.encode(prompt))
+        if session is not None:
+            placed = session.place_text(prompt, service.tokenizer)
+            return PromptInput(text, placed.ids), Recording(session, placed)
+        ids = service.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return PromptInput(text, ids), None
     except RequestError as error:
         raise RequestError(str(error), "prompt") from None
 

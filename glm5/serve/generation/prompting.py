@@ -17,6 +17,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import RequestError
 from glm5.engine.frontend.request_builder import Options
 from glm5.engine.sampling.params import StructuredOutputsParams
+from glm5.rl.gateway.session import Session
 from glm5.serve.generation.call_grammar import CallGrammar
 from glm5.serve.generation.job import Reader
 from glm5.serve.generation.sampling_fields import context_exceeded
@@ -117,12 +118,7 @@ def _prompt_ids(
     conversation: Conversation, tools: list[dict[str, Any]] | None, service: Service, field: str, *, is_asked: bool
 ) -> tuple[list[int], Recording | None]:
     """The prompt's tokens; of a request of a session those that its tree has, and where its answers go."""
-    call, sessions = current(), service.sessions
-    session = None
-    if sessions is None and call is not None and call.is_session_path:
-        raise ApiError(404, NO_SESSIONS, code="no_sessions")
-    if is_asked and sessions is not None and call is not None and call.session:
-        session = sessions.of(call.tenant.name, call.session)
+    session = session_of(service, is_asked=is_asked)
     if session is not None and conversation.generates and not conversation.continues:
         messages = normalize_messages(conversation.messages)
         _check_length(" ".join(_texts(messages)), service, field)
@@ -134,6 +130,17 @@ def _prompt_ids(
     guard = service.template.guard()
     ids = _encoded(_rendered(conversation, tools, service, guard), service, guard, field)
     return ids, None if session is None else Recording(session, session.aside(ids))
+
+
+def session_of(service: Service, *, is_asked: bool = True) -> Session | None:
+    """The session of the current request, if it has one and will be answered. Raises ApiError where it names one in its
+    path and the server keeps none."""
+    call, sessions = current(), service.sessions
+    if sessions is None and call is not None and call.is_session_path:
+        raise ApiError(404, NO_SESSIONS, code="no_sessions")
+    if is_asked and sessions is not None and call is not None and call.session:
+        return sessions.of(call.tenant.name, call.session)
+    return None
 
 
 def _rendered(conversation: Conversation, tools: list[dict[str, Any]] | None, service: Service, guard: Guard) -> str:

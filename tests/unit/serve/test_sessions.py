@@ -176,3 +176,53 @@ def test_tenants_do_not_see_each_other(seed):
         assert sum(one["sampled"] for one in shown["segments"]) == 1
         assert client.get("/sessions/a").status_code == 401
         assert client.post("/sessions/a/sleep", headers={"Authorization": "Bearer one"}).status_code == 403
+
+
+def complete(client, prompt, **fields) -> str:
+    body = {"prompt": prompt, "max_tokens": 500, **fields}
+    response = client.post("/sessions/a/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+def test_completions_go_on_from_what_was_sampled(seed):
+    """By their tokens, or by their text with the end that was sampled; only what is new is tokenized."""
+    with recording(seed) as (client, engine):
+        text = "Once upon a time"
+        for number in range(4):
+            text += complete(client, text) + engine.tokenizer.decode(engine.said[-1][1][-1:]) + f" and then {number}"
+        whole = [*engine.said[-1][0], *engine.said[-1][1]]
+        complete(client, [*whole, 5, 6, 7])
+        complete(client, whole)  # nothing new: after the reply itself
+        shown = client.get("/sessions/a").json()
+        check(shown, engine.said)
+        assert shown["forks"] == 0
+        assert engine.said[-1][0] == whole
+        assert [one["parent"] for one in shown["segments"]] == [None, 0, 1, 2, 3, 4, 5, 6, 7, 8, 7]
+
+
+def test_a_completion_without_the_end_of_a_reply_begins_anew_with_its_tokens(seed):
+    with recording(seed) as (client, engine):
+        text = "Once upon a time"
+        text += complete(client, text) + " and then"
+        complete(client, text)
+        shown = client.get("/sessions/a").json()
+        check(shown, engine.said)
+        (prompt, ids, *_), (again, *_) = engine.said
+        assert again[: len(prompt) + len(ids) - 1] == prompt + ids[:-1]
+        assert shown["forks"] == 1
+        # The control: another beginning has nothing in common, and a conversation is no completion.
+        complete(client, "It was a dark night")
+        ask(client, "Once upon a time")
+        assert client.get("/sessions/a").json()["forks"] == 3
+
+
+def test_several_completions_in_one_request_are_branches(seed):
+    with recording(seed) as (client, engine):
+        body = {"prompt": ["one", "two"], "n": 1, "max_tokens": 500}
+        assert client.post("/sessions/a/v1/completions", json=body).status_code == 200
+        assert (
+            client.post("/sessions/a/v1/completions", json=body | {"max_tokens": 0, "logprobs": 0}).status_code == 200
+        )
+        shown = client.get("/sessions/a").json()
+        assert sum(one["sampled"] for one in shown["segments"]) == 2
