@@ -297,8 +297,6 @@ class RLRecipe(Section):
             raise ValueError("exact: needs rollouts.deterministic; set both, or exact = false")
         if self.exact and self.rollouts.quantization is not None:
             raise ValueError("exact: an engine with quantized weights computes otherwise; set exact = false")
-        if self.agent is not None and len(self.rollouts.devices) > 1:
-            raise ValueError("rollouts.devices: an agent that is a program has one engine; leave one device")
         if self.agent is not None and self.rollouts.context is not None:
             raise ValueError("rollouts.context: an agent edits its conversation itself; leave it out")
         if self.lr_warmup_steps >= self.steps:

@@ -17,7 +17,7 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,7 +45,7 @@ from glm5.rl.rollouts.collect import AnyHarness, Draw, cause_of, collect
 from glm5.rl.rollouts.engines import Engines
 from glm5.rl.rollouts.harness import Harness
 from glm5.rl.rollouts.policy import Policy
-from glm5.rl.rollouts.program import Gateway, ProgramHarness
+from glm5.rl.rollouts.program import Gateway, Gateways, ProgramHarness
 from glm5.rl.rollouts.refill import refilled
 from glm5.rl.state import RunState
 from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
@@ -116,7 +116,7 @@ class Run:
         self.number = self.saved = 0
         self.engines: Engines | None = None
         self.open_gateway = open_gateway
-        self.gateway, self.gateways = None, ExitStack()
+        self.gateways = Gateways(self._open)
         self.has_restarted = False
         if saved is not None:
             self.number = self.saved = saved["step"]
@@ -297,10 +297,6 @@ class Run:
         await asyncio.to_thread(engines.start)
         for engine in engines.alive:
             self.trainer.check(engine.info.arithmetic)
-        if self.recipe.agent is not None:
-            assert self.open_gateway is not None, "a recipe with an agent needs open_gateway"
-            opened = self.open_gateway(engines.alive[0], self.builder.template, self.builder.tokenizer)
-            self.gateway = self.gateways.enter_context(opened)
         self.harness = self._harness(Policy(engines, self.recipe.rollouts))
         if self.rollouts is not None:
             self.rollouts.play_with(self.harness)
@@ -310,8 +306,11 @@ class Run:
     def _harness(self, policy: Policy) -> AnyHarness:
         if self.recipe.agent is None:
             return Harness(policy, self.workers, self.builder.chat)
-        assert self.gateway is not None, "the engine has started"
-        return ProgramHarness(policy, self.workers, self.builder.chat, self.gateway, self.recipe.agent)
+        return ProgramHarness(policy, self.workers, self.builder.chat, self.gateways, self.recipe.agent)
+
+    def _open(self, engine: AsyncEngine) -> AbstractContextManager[Gateway]:
+        assert self.open_gateway is not None, "a recipe with an agent needs open_gateway"
+        return self.open_gateway(engine, self.builder.template, self.builder.tokenizer)
 
     def _export(self) -> None:
         with writing_to(self.folder):

@@ -62,8 +62,8 @@ class FixedEngine(ScriptedEngine):
 
 
 async def request(reader: Any, writer: Any, method: str, path: str, body: bytes) -> bytes:
-    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
+    fields = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    writer.write(f"{method} {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body)
     answered = (await reader.readuntil(b"\r\n\r\n")).lower()
     assert b" 200 " in answered, answered
     length = int(answered.partition(b"content-length:")[2].partition(b"\r\n")[0])

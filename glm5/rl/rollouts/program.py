@@ -12,11 +12,11 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Protocol
 
-from glm5.common.errors import EngineDead
 from glm5.config.rl import AgentSection
+from glm5.engine import AsyncEngine
 from glm5.rl.environments.protocol import EpisodeFailed, Message, Reply, Task
 from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
 from glm5.rl.gateway.session import Ruled, Session
@@ -44,13 +44,31 @@ class Gateway(Protocol):
         ...
 
 
+class Gateways:
+    """A gateway for each engine, which `open_one` opens when it is first asked."""
+
+    def __init__(self, open_one: Callable[[AsyncEngine], AbstractContextManager[Gateway]]) -> None:
+        self._open_one, self._opened = open_one, ExitStack()
+        self._of = dict[AsyncEngine, Gateway]()
+
+    def of(self, engine: AsyncEngine) -> Gateway:
+        if engine not in self._of:
+            self._of[engine] = self._opened.enter_context(self._open_one(engine))
+        return self._of[engine]
+
+    def close(self) -> None:
+        self._of.clear()
+        self._opened.close()
+
+
 class ProgramHarness:
-    """Plays groups as `Harness` does, by a program for each episode."""
+    """Plays groups as `Harness` does, by a program for each episode. All of a group speak to one engine; if it ends,
+    episodes that have not ended are played again, by another one."""
 
     def __init__(
-        self, policy: Policy, workers: EnvironmentWorkers, chat: TokenChat, gateway: Gateway, cfg: AgentSection
+        self, policy: Policy, workers: EnvironmentWorkers, chat: TokenChat, gateways: Gateways, cfg: AgentSection
     ) -> None:
-        self.policy, self.workers, self._chat, self._gateway, self._cfg = policy, workers, chat, gateway, cfg
+        self.policy, self.workers, self._chat, self._gateways, self._cfg = policy, workers, chat, gateways, cfg
 
     async def play(
         self, task: Task, seed: int, count: int, on_episode: Callable[[int], None] = lambda _: None
@@ -59,23 +77,26 @@ class ProgramHarness:
         Raises EngineDead."""
         begun = await self.workers.reset_all(task, count)
 
-        async def one(number: int, episode: RemoteEpisode | EpisodeFailed) -> list[Rollout]:
+        async def one(number: int) -> list[Rollout]:
             began = time.monotonic()
-            rollout = await self._play(task, seed_of(seed, number), episode)
+            while (rollout := await self._play(task, seed_of(seed, number), begun[number], seed)) is None:
+                await _close(begun[number])
+                begun[number] = await _reset(self.workers, task)
             rollout.seconds = time.monotonic() - began
             on_episode(number)
             return [rollout]
 
         try:
-            async with asyncio.TaskGroup() as group:
-                playing = [group.create_task(one(number, episode)) for number, episode in enumerate(begun)]
+            with self.policy.engines.held(seed, count):
+                async with asyncio.TaskGroup() as group:
+                    playing = [group.create_task(one(number)) for number in range(count)]
             return [each.result() for each in playing]
         finally:
             for episode in begun:
-                if isinstance(episode, RemoteEpisode):
-                    await episode.close()
+                await _close(episode)
 
-    async def _play(self, task: Task, seed: int, episode: RemoteEpisode | EpisodeFailed) -> Rollout:
+    async def _play(self, task: Task, seed: int, episode: RemoteEpisode | EpisodeFailed, key: int) -> Rollout | None:
+        """None: its engine has ended, and there is another one. Raises EngineDead where there is none."""
         sampling = self.policy.sampling
         rollout = Rollout(task, seed, **sampling)
         if isinstance(episode, EpisodeFailed):
@@ -83,31 +104,33 @@ class ProgramHarness:
             return rollout
         options = {"enable_thinking": self._chat.enable_thinking}
         ruled = Ruled(sampling, options, self.policy.cfg.max_tokens, seed)
-        name = f"{seed:x}"
-        url = self._gateway.begin(name, ruled)
+        engine, name = self.policy.engines.of(key), f"{seed:x}"
+        gateway = self._gateways.of(engine)
+        url = gateway.begin(name, ruled)
         rollout.messages += episode.messages
         try:
-            said = await self._run(url, episode.messages)
+            said = await self._run(gateway, url, episode.messages)
             rollout.messages.append({"role": "assistant", "content": said})
             turn = await episode.step(Reply(said))
             if not turn.is_done:
                 raise EpisodeFailed("harness", "the environment asks for another turn, which a program cannot take")
             rollout.rewards, rollout.metrics = dict(turn.rewards), dict(turn.metrics)
         except EpisodeFailed as failure:
-            if (reason := self.policy.engines.stopped_because) is not None:
-                raise EngineDead(reason) from None  # not the program's fault
+            if not engine.is_ready:  # not the program's fault
+                self.policy.engines.of(key)
+                return None
             rollout.failure, rollout.failure_reason = failure.kind, failure.reason[:500]
         finally:
-            session = self._gateway.end(name)
+            session = gateway.end(name)
         rollout.tree = session.trained()
         rollout.num_turns = sum(one.is_sampled for one in rollout.tree.segments)
         rollout.metrics["forks"] = float(session.num_forks)
         return rollout
 
-    async def _run(self, url: str, messages: tuple[Message, ...]) -> str:
+    async def _run(self, gateway: Gateway, url: str, messages: tuple[Message, ...]) -> str:
         """What the program says last. Raises EpisodeFailed("harness") where it fails or takes too long."""
         with tempfile.TemporaryDirectory(prefix="glm5-agent-") as folder:
-            keys = {"OPENAI_API_KEY": self._gateway.key, "ANTHROPIC_API_KEY": self._gateway.key}
+            keys = {"OPENAI_API_KEY": gateway.key, "ANTHROPIC_API_KEY": gateway.key}
             urls = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
             process = await asyncio.create_subprocess_exec(
                 *self._cfg.command,
@@ -115,7 +138,7 @@ class ProgramHarness:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 cwd=folder,
-                env={**self._gateway.environment, "HOME": folder, **keys, **urls},
+                env={**gateway.environment, "HOME": folder, **keys, **urls},
                 start_new_session=True,
                 limit=MAX_OUTPUT,
             )
@@ -132,6 +155,18 @@ class ProgramHarness:
             last = errors.decode(errors="replace").strip()[-_SHOWN:]
             raise EpisodeFailed("harness", f"the program ended with code {process.returncode}: {last}")
         return said.decode(errors="replace").strip()
+
+
+async def _reset(workers: EnvironmentWorkers, task: Task) -> RemoteEpisode | EpisodeFailed:
+    try:
+        return await workers.reset(task)
+    except EpisodeFailed as failure:
+        return failure
+
+
+async def _close(episode: RemoteEpisode | EpisodeFailed) -> None:
+    if isinstance(episode, RemoteEpisode) and not episode.is_closed:
+        await episode.close()
 
 
 async def _talk(process: asyncio.subprocess.Process, given: bytes) -> tuple[bytes, bytes]:

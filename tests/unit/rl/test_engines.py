@@ -246,11 +246,6 @@ def test_an_engine_comes_back_with_the_next_push_or_not_at_all():
     assert all(one.is_closed for one in engines._all.values())
 
 
-def test_a_program_has_one_engine(tmp_path):
-    with pytest.raises(ConfigError, match="an agent that is a program has one engine"):
-        small_recipe(tmp_path, TWO, 'agent.command=["true"]')
-
-
 def test_devices_are_read(tmp_path):
     found = small_recipe(tmp_path, 'rollouts.devices=["cuda:1", "cuda", "cpu"]')
     assert found.rollouts.devices == ("cuda:1", "cuda", "cpu")

@@ -59,6 +59,16 @@ def test_an_engine_that_is_killed_is_started_again(tmp_path, monkeypatch, caplog
     assert [line["step"] for line in lines] == [1, 2, 3]
 
 
+@pytest.mark.slow
+def test_episodes_whose_engine_is_killed_are_played_by_the_other_one(tmp_path, monkeypatch, caplog):
+    killing_engine(monkeypatch, [9])
+    lines = train(tmp_path, "chat", settings=('rollouts.devices=["cpu", "cpu"]',))
+    assert "its requests go on elsewhere" in caplog.text
+    assert all(line["logp/abs_diff_max"] == 0 for line in lines)
+    assert all(line["group/dropped"] == line.get("env_fail/harness", 0) == 0 for line in lines)
+    assert lines[-1]["engines/lost"] == 1
+
+
 @pytest.mark.long
 def test_a_program_that_takes_too_long_is_killed(tmp_path):
     command = f'agent.command=["{sys.executable}", "-c", "import time; time.sleep(100)"]'
