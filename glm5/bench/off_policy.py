@@ -29,7 +29,7 @@ from glm5.rl.trainer import arithmetic
 from glm5.rl.watch import FILE, read_lines
 from glm5.train.state import locked
 
-RATES, SEEDS, STALENESS = (0.1, 0.3, 1.0), (1, 2, 3, 4, 5), (0, 2, 8)
+RATES, SEEDS, STALENESS = (0.3, 0.6, 1.0), (1, 2, 3, 4, 5), (0, 2, 8)
 """Rates are relative to the recipe's, staleness is in pushes."""
 CALIBRATION_STEPS = 4
 _DIS, _SINGLE = "dis algorithm.parameters.eps_low={} algorithm.parameters.eps_high={}", "rollouts.group_size=1"
@@ -116,7 +116,7 @@ def measure(settings: BenchOffPolicyConfig, say: Callable[[str], None]) -> str:
     cells = [(row, staleness) for row in rows for staleness in STALENESS]
     tuning = [Job(*cell, rate, 0) for cell in cells for rate in RATES]
     with locked(file.parent):
-        key = plain.model_dump_json()
+        key = plain.model_dump_json(exclude_defaults=True)
         lines = read_lines(file)
         with atomic_write(file) as handle:  # without a last line that was cut off
             handle.writelines(json.dumps(line) + "\n" for line in lines)

@@ -98,7 +98,7 @@ def test_a_table_goes_on_and_has_the_best_rates(tmp_path, monkeypatch):
     settings = settings_in(tmp_path, rows="dis (0.3", jobs=2)
     with pytest.raises(AssertionError, match="killed"):
         measure(settings, said.append)
-    assert said == ["144 of 144 runs are missing, about 120 s each: 2.40 h, 2 at a time"]
+    assert said == ["144 of 144 runs are missing, about 110 s each: 2.20 h, 2 at a time"]
     file = tmp_path / "runs.jsonl"
     before = file.read_text() + '{"step": 1, "job'  # the line that was being written
     file.write_text(before)
