@@ -363,10 +363,12 @@ class AsyncEngine:
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         await self._wait(self._calls.wake_up(tags))
 
-    async def update_weights(self, source: Source, *, policy: Policy = "recompute", version: int | None = None) -> int:
+    async def update_weights(
+        self, source: Source, *, policy: Policy = "recompute", version: int | None = None, max_key_age: int = 1
+    ) -> int:
         self._check_running()
         # All tensors are looked at first.
-        future = await asyncio.to_thread(self._calls.update_weights, source, policy, version)
+        future = await asyncio.to_thread(self._calls.update_weights, source, policy, version, max_key_age)
         return (await self._wait(future))["version"]
 
     async def reset_prefix_cache(self) -> None:

@@ -13,7 +13,9 @@ from glm5.engine.frontend.client import Client
 from glm5.engine.transport.wire import Bucket, Policy, PushCall, PushedTensor
 
 
-def push(client: Client, stream: TensorStream, policy: Policy, version: int | None) -> "Future[dict[str, Any]]":
+def push(
+    client: Client, stream: TensorStream, policy: Policy, version: int | None, max_key_age: int = 0
+) -> "Future[dict[str, Any]]":
     """Send all tensors. The future has the engine's answer; while it is not done, `client` must be pumped. Raises
     CheckpointError when there is not enough memory for the buffers."""
     buckets = buckets_of(stream.layout)
@@ -30,7 +32,7 @@ def push(client: Client, stream: TensorStream, policy: Policy, version: int | No
 
     def make(call_id: int) -> PushCall:
         ids.append(call_id)
-        return PushCall(call_id, os.getpid(), (first, second), announced, policy, version)
+        return PushCall(call_id, os.getpid(), (first, second), announced, policy, version, max_key_age)
 
     def send() -> None:
         tensors, unread = iter(stream.tensors), deque[Future[dict[str, Any]]]()

@@ -65,6 +65,7 @@ class Sequence:
         "in_flight",
         "is_pure",
         "item",
+        "key_versions",
         "max_depth",
         "max_len",
         "min_len",
@@ -107,6 +108,8 @@ class Sequence:
         self.num_in_tree = 0
         self.path: list[Node] = []
         self.salt = b""
+        # Of the weights that computed the keys of its first positions; those of all others are of the current weights.
+        self.key_versions: list[int] = []
         # All pages were computed with the current weights, so they may be shared.
         self.is_pure = True
         self.was_admitted = False
