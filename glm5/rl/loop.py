@@ -244,8 +244,9 @@ class Run:
         (version, weights), cfg = self._due(), self.recipe.asynchronous
         if self.version == version:
             return
-        engines, policy = self.harness.policy.engines, "recompute" if cfg is None else cfg.policy
-        self.pushed = await engines.update_weights(weights, policy=policy, version=version)
+        policy, age = ("recompute", 0) if cfg is None else (cfg.policy, cfg.max_key_age)
+        engines = self.harness.policy.engines
+        self.pushed = await engines.update_weights(weights, policy=policy, version=version, max_key_age=age)
         self.version = version
         if self.rollouts is not None:
             self.rollouts.pushed(version)
@@ -295,7 +296,9 @@ class Run:
             assert self.open_gateway is not None, "a recipe with an agent needs open_gateway"
             opened = self.open_gateway(engines.alive[0], self.builder.template, self.builder.tokenizer)
             self.gateway = self.gateways.enter_context(opened)
-        self.harness = self._harness(Policy(engines, self.recipe.rollouts))
+        cfg = self.recipe.asynchronous
+        keeps_pages = cfg is not None and cfg.policy == "keep-session"
+        self.harness = self._harness(Policy(engines, self.recipe.rollouts, keeps_pages=keeps_pages))
         if self.rollouts is not None:
             self.rollouts.play_with(self.harness)
         self.version, self.pushed = 0, None

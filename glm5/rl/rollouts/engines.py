@@ -10,11 +10,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from glm5.common.errors import EngineDead, GlmError
+from glm5.config.rl import KeyPolicy
 from glm5.engine import AsyncEngine
 from glm5.rl.rollouts.ring import HashRing
 
@@ -122,7 +123,7 @@ class Engines:
         self._ring.add(number)
 
     async def update_weights(
-        self, source: Mapping[str, Tensor], *, policy: Literal["recompute", "keep"], version: int
+        self, source: Mapping[str, Tensor], *, policy: KeyPolicy, version: int, max_key_age: int = 0
     ) -> dict[str, Any]:
         """Push weights into every engine, those included that were started again meanwhile; returns the figures of the
         slowest push. An engine that ends at it is taken out. Raises EngineDead where none is left."""
@@ -139,7 +140,7 @@ class Engines:
                 logger.warning("engine %d of %d could not be started again: %s", number, self.count, error)
 
         async def push(engine: AsyncEngine) -> dict[str, Any]:
-            await engine.update_weights(source, policy=policy, version=version)
+            await engine.update_weights(source, policy=policy, version=version, max_key_age=max_key_age)
             return (await engine.stats())["last_push"]
 
         done = await asyncio.gather(*map(push, ready.values()), return_exceptions=True)

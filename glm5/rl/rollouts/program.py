@@ -82,7 +82,7 @@ class ProgramHarness:
             rollout.failure, rollout.failure_reason = episode.kind, episode.reason[:500]
             return rollout
         options = {"enable_thinking": self._chat.enable_thinking}
-        ruled = Ruled(sampling, options, self.policy.cfg.max_tokens, seed)
+        ruled = Ruled(sampling, options, self.policy.cfg.max_tokens, seed, self.policy.keeps_pages)
         name = f"{seed:x}"
         url = self._gateway.begin(name, ruled)
         rollout.messages += episode.messages

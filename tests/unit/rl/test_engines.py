@@ -2,12 +2,12 @@
 
 import asyncio
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 
 from glm5.common.errors import ConfigError, EngineDead
 from glm5.config.rl import Rollouts
+from glm5.engine.frontend.outputs import Delta
 from glm5.rl.loop import run
 from glm5.rl.rollouts.engines import RESTARTS, Engines
 from glm5.rl.rollouts.policy import Policy
@@ -107,7 +107,7 @@ class Scripted:
     def close(self) -> None:
         self.is_closed = True
 
-    async def update_weights(self, source, *, policy, version) -> None:
+    async def update_weights(self, source, *, policy, version, max_key_age) -> None:
         if self.stopped_because:
             raise EngineDead(self.stopped_because)
         self.version = version
@@ -137,10 +137,8 @@ class Answers:
                     raise EngineDead("it was killed")
                 self.engine.left -= 1
                 end = "length" if place == self.params.max_tokens else None
-                values = {"tempered_logprobs": (-1.0,), "version": self.engine.version, "sampling_mask": ()}
-                yield SimpleNamespace(
-                    token_ids=(self.last + place,), index=index, finish_reason=end, routed_experts=None, **values
-                )
+                values = {"tempered_logprobs": (-1.0,), "version": self.engine.version}
+                yield Delta((self.last + place,), (), end, index=index, **values)
         await asyncio.sleep(0)
 
 
