@@ -3,8 +3,10 @@
     root of a salt -> page of tokens 0..Z-1 -> page of tokens Z..2Z-1 -> ... -> partial page
 
 A node is found by the token ids themselves, so two prefixes never collide. Each salt (tenant, weights) has a root of
-its own, so caches never mix. A page is inserted when it is full and confirmed. A sequence that computed an equal page
-switches to the tree's, so a sequence that holds a node's page holds those of all its ancestors.
+its own, so caches never mix. The root of a session outlives weights, and each of its pages says which computed it.
+
+A page is inserted when it is full and confirmed. A sequence that computed an equal page switches to the tree's, so a
+sequence that holds a node's page holds those of all its ancestors.
 
 The last page of a sequence that ends is inserted as it is, partly full, for the next turn of its conversation. Nobody
 holds a partial page, since its sequences go on differently: each gets a copy. It has no children, is in no lower tier,
