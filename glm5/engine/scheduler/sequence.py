@@ -110,7 +110,7 @@ class Sequence:
         self.salt = b""
         # Of the weights that computed the keys of its first positions; those of all others are of the current weights.
         self.key_versions: list[int] = []
-        # All pages were computed with the current weights, so they may be shared.
+        # Its pages may be shared: all are of the current weights, or of others that its session may use.
         self.is_pure = True
         self.was_admitted = False
 
