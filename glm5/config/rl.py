@@ -185,6 +185,9 @@ class AgentSection(Section):
     """After which it is killed, with reward 0."""
 
 
+KeyPolicy = Literal["recompute", "keep", "keep-session"]
+
+
 class Asynchronous(Section):
     """Rollouts that go on while the trainer learns (GLM-5 report, section 4.1). What it does not publish is said beside
     the field."""
@@ -197,9 +200,11 @@ class Asynchronous(Section):
     stale: Literal["drop", "withhold"] = "drop"
     """drop: stale rollouts are left out, as reported. withhold: their rewards count in their group's mean, and none of
     their tokens is trained."""
-    policy: Literal["recompute", "keep"] = "recompute"
+    policy: KeyPolicy = "recompute"
     """What a push does to keys and values of replies that are under way: compute them again with the new weights, or
-    keep them."""
+    keep them. keep-session: keep those of at most max_key_age, which later turns of the group find, too."""
+    max_key_age: Annotated[int, Field(ge=0, le=1000)] = 2
+    """With keep-session: pushes since the oldest weights whose keys are kept."""
 
 
 class Evaluation(Section):

@@ -371,11 +371,12 @@ class AsyncEngine:
         *,
         policy: Policy = "recompute",
         version: int | None = None,
+        max_key_age: int = 1,
         channel: Channel = "auto",
     ) -> int:
         self._check_running()
         # All tensors are looked at first.
-        future = await asyncio.to_thread(self._calls.update_weights, source, policy, version, channel)
+        future = await asyncio.to_thread(self._calls.update_weights, source, policy, version, max_key_age, channel)
         return (await self._wait(future))["version"]
 
     async def reset_prefix_cache(self) -> None:

@@ -253,6 +253,7 @@ class LLM:
         *,
         policy: Policy = "recompute",
         version: int | None = None,
+        max_key_age: int = 1,
         channel: Channel = "auto",
     ) -> int:
         """Replace all or some weights, from a checkpoint folder or by tensors under its names or the model's.
@@ -260,10 +261,11 @@ class LLM:
         Those of a folder are all checked before the first is replaced, between two steps. Tensors are pushed in buckets
         of at most a layer, and requests wait from the first to the last; if that fails midway, they wait until another
         update has replaced all weights. `policy` for running requests: "keep" what they have computed, "recompute" it,
-        or "abort" them. `channel`: how tensors get there (frontend/calls.py). Returns the version reported with later
-        tokens: `version`, which must be larger than all before, or the last one plus 1.
+        or "abort" them; "keep-session" recomputes, but for pages of sessions whose keys are at most `max_key_age`
+        updates old, which their later requests find, too. `channel`: how tensors get there (frontend/calls.py). Returns
+        the version reported with later tokens: `version`, which must be larger than all before, or the last one plus 1.
         """
-        return self._wait(self._calls.update_weights(source, policy, version, channel))["version"]
+        return self._wait(self._calls.update_weights(source, policy, version, max_key_age, channel))["version"]
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache in every tier, except for prefixes that running requests use."""

@@ -92,13 +92,21 @@ def _of_tokens(scores: Scores) -> dict[str, float]:
 
 
 def _staleness(newest: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Pushes between the weights that sampled a token and those that are trained on it."""
-    ages = [
-        newest - version
+    """Pushes between the weights that sampled a token and those that are trained on it, and between the oldest that
+    computed a key of its context and those that sampled it."""
+    tokens = [
+        (version, oldest)
         for rollout in rollouts
         if rollout.failure != "stale"
         for segment in rollout.tree.segments
-        if segment.is_sampled
-        for version in segment.versions
+        for version, oldest in zip(segment.versions, segment.key_versions or segment.versions, strict=True)
     ]
-    return {"staleness/mean": mean(ages), "staleness/max": max(ages)} if ages else {}
+    if not tokens:
+        return {}
+    ages, of_keys = [newest - version for version, _ in tokens], [version - oldest for version, oldest in tokens]
+    return {
+        "staleness/mean": mean(ages),
+        "staleness/max": max(ages),
+        "keys/older_frac": mean([float(age > 0) for age in of_keys]),
+        "keys/age_max": max(of_keys),
+    }

@@ -249,9 +249,11 @@ class Run:
         (version, weights), cfg = self._due(), self.recipe.asynchronous
         if self.version == version:
             return
-        engines, policy = self.harness.policy.engines, "recompute" if cfg is None else cfg.policy
-        channel = self.recipe.rollouts.weight_channel
-        self.pushed = await engines.update_weights(weights, policy=policy, version=version, channel=channel)
+        policy, age = ("recompute", 0) if cfg is None else (cfg.policy, cfg.max_key_age)
+        engines, channel = self.harness.policy.engines, self.recipe.rollouts.weight_channel
+        self.pushed = await engines.update_weights(
+            weights, policy=policy, version=version, max_key_age=age, channel=channel
+        )
         self.version = version
         if self.rollouts is not None:
             self.rollouts.pushed(version)
@@ -297,7 +299,9 @@ class Run:
         await asyncio.to_thread(engines.start)
         for engine in engines.alive:
             self.trainer.check(engine.info.arithmetic)
-        self.harness = self._harness(Policy(engines, self.recipe.rollouts))
+        cfg = self.recipe.asynchronous
+        keeps_pages = cfg is not None and cfg.policy == "keep-session"
+        self.harness = self._harness(Policy(engines, self.recipe.rollouts, keeps_pages=keeps_pages))
         if self.rollouts is not None:
             self.rollouts.play_with(self.harness)
         self.version, self.pushed = 0, None

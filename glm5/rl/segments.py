@@ -8,9 +8,13 @@ the engine saw and sampled.
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from glm5.engine.frontend.outputs import Delta
 
 Experts = NDArray[np.int16]
 
@@ -27,8 +31,10 @@ class Segment:
     Context (a prompt, what an environment said, a template's tokens) has ids alone. Of sampled tokens, one entry each:
     `logprobs`, of the distribution that they were drawn from (temperature and kept vocabulary included); `versions` of
     the weights that computed them; `key_versions`, the oldest version among the keys that they attended to, empty if
-    that is `versions`. Optional: `experts` int16 [tokens, MoE layers, experts a token], of every token for which the
-    engine reported them (-1: unknown); `kept`, the vocabulary that top_k, top_p and min_p left (`kept_ids`).
+    that is `versions`. `context_versions`: of the keys that the cache had when the first was sampled, as runs of
+    (version, tokens) from the beginning of the path; empty if it had none of a session. Optional: `experts` int16
+    [tokens, MoE layers, experts a token], of every token for which the engine reported them (-1: unknown); `kept`, the
+    vocabulary that top_k, top_p and min_p left (`kept_ids`).
     """
 
     token_ids: list[int]
@@ -37,8 +43,26 @@ class Segment:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     key_versions: list[int] = field(default_factory=list)
+    context_versions: list[tuple[int, int]] = field(default_factory=list)
     experts: Experts | None = None
     kept: list[bytes] | None = None
+
+    def add(self, delta: "Delta") -> None:
+        """More of the answer that is being sampled."""
+        version, count, runs = delta.version, len(delta.token_ids), delta.key_versions
+        if runs is not None:
+            oldest = min([version, *(of_keys for of_keys, _ in runs)])
+            if not self.token_ids:
+                self.context_versions = runs
+        else:  # as before, or all of new weights
+            oldest = self.key_versions[-1] if self.versions[-1:] == [version] else version
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.tempered_logprobs
+        self.versions += [version] * count
+        self.key_versions += [oldest] * count
+        if delta.sampling_mask:
+            self.kept = self.kept or []
+            self.kept += delta.sampling_mask
 
     def check(self) -> None:
         """ValueError where columns and tokens do not fit each other."""

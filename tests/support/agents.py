@@ -43,6 +43,7 @@ class RandomEngine(ScriptedEngine):
     @asynccontextmanager
     async def generate(self, prompt_ids, params, *, request_id=None, **options):
         assert params.logprobs is not None, "log-probabilities were not asked for"
+        self.options = options
         yield self._answer(list(prompt_ids))
 
     async def _answer(self, prompt: list[int]):

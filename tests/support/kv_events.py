@@ -54,13 +54,14 @@ class RouterView:
             parent = name
 
     def check(self, pages: PageManager) -> None:
-        """The view is that of the prefix tree's full pages, and holds nothing of the lower tiers that is not there."""
+        """The view is that of the prefix tree's full pages outside of sessions, and holds nothing of the lower tiers
+        that is not there."""
         tree = pages.tree
         real = {}
         for node in tree.nodes():
             parent = node.parent
             assert parent is not None
-            if len(node.tokens) < tree.page_size:
+            if len(node.tokens) < tree.page_size or node.versions:
                 continue
             above = block_hash(tree.key_of(parent).digest) if parent.tokens else None
             real[block_hash(tree.key_of(node).digest)] = above, node.tokens

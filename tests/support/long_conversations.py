@@ -107,7 +107,7 @@ class ScriptedPolicy:
         whole = self.chat.tokenizer.encode(said)
         ids = whole[: self.room(len(prompt_ids))]
         self.seen.append((list(prompt_ids), ids))
-        return Sampled(ids, [-1.0] * len(ids), [0] * len(ids), is_truncated=len(ids) < len(whole))
+        return Sampled(ids, logprobs=[-1.0] * len(ids), versions=[0] * len(ids), is_truncated=len(ids) < len(whole))
 
 
 def said(reply: Reply) -> str:

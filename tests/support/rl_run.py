@@ -41,7 +41,8 @@ def random_rollout(random: Random, task: Task, *, with_records: bool = True) -> 
                 segment.experts = np.array(
                     [[[random.randrange(-1, 8) for _ in range(2)] for _ in range(3)] for _ in ids], np.int16
                 )
-                segment.key_versions = [max(0, one - 1) for one in versions]
+                segment.key_versions = [one - 1 for one in versions]
+                segment.context_versions = [(versions[0] - 1, 5), (versions[0], 2)]
         leaf = rollout.tree.add(segment)
         rollout.messages.append({"role": "assistant" if number % 2 else "user", "content": half + str(number)})
         if number == 2:

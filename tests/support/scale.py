@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from glm5.config.rl import RLRecipe
+from glm5.engine.frontend.outputs import Delta
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.environments.workers import EnvironmentWorkers
 from glm5.rl.orchestrator.rollouts import AsyncRollouts
@@ -65,15 +66,7 @@ class _Answers:
         ids = self.engine.reply_ids
         self.engine.num_turns += self.count
         for index in range(self.count):
-            yield SimpleNamespace(
-                token_ids=ids,
-                index=index,
-                tempered_logprobs=(-1.0,) * len(ids),
-                version=0,
-                sampling_mask=(),
-                routed_experts=None,
-                finish_reason="stop",
-            )
+            yield Delta(ids, (), "stop", index=index, tempered_logprobs=(-1.0,) * len(ids))
 
 
 def resident_mb() -> float:

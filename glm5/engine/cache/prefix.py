@@ -3,8 +3,10 @@
     root of a salt -> page of tokens 0..Z-1 -> page of tokens Z..2Z-1 -> ... -> partial page
 
 A node is found by the token ids themselves, so two prefixes never collide. Each salt (tenant, weights) has a root of
-its own, so caches never mix. A page is inserted when it is full and confirmed. A sequence that computed an equal page
-switches to the tree's, so a sequence that holds a node's page holds those of all its ancestors.
+its own, so caches never mix. The root of a session outlives weights, and each of its pages says which computed it.
+
+A page is inserted when it is full and confirmed. A sequence that computed an equal page switches to the tree's, so a
+sequence that holds a node's page holds those of all its ancestors.
 
 The last page of a sequence that ends is inserted as it is, partly full, for the next turn of its conversation. Nobody
 holds a partial page, since its sequences go on differently: each gets a copy. It has no children, is in no lower tier,
@@ -14,7 +16,7 @@ The tree contains only pages on the device. Pages in host memory and on disk are
 chained hashes: no token ids need to be kept, and eviction or a page of an earlier process changes one entry.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from glm5.engine.cache.changes import CacheChanges
@@ -22,6 +24,7 @@ from glm5.engine.cache.pages import PagePool
 from glm5.engine.tiers.key import PageKey, page_key
 
 Salt = bytes
+Versions = tuple[int, ...]
 
 
 def cache_salt(weights: bytes, salt: bytes) -> Salt:
@@ -30,6 +33,11 @@ def cache_salt(weights: bytes, salt: bytes) -> Salt:
     `weights` is a globally unique id: pages outlive the process, in which a version number would be ambiguous.
     """
     return b"%d:%b%b" % (len(weights), weights, salt)
+
+
+def session_salt(salt: bytes) -> Salt:
+    """The salt of a session whose pages outlive the weights. It names none, so its pages must stay on the device."""
+    return b"session:%b" % salt
 
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: Salt) -> Iterator[PageKey]:
@@ -42,12 +50,13 @@ def page_keys(token_ids: Sequence[int], page_size: int, salt: Salt) -> Iterator[
 
 class Node:
     """A page and its token ids. `is_kept` until the page leaves the tree. A root has no page (-1).
-    `partial_lengths`: the numbers of tokens of partial pages among its children, also of former ones."""
+    `partial_lengths`: the numbers of tokens of partial pages among its children, also of former ones. `versions`: in a
+    session, of the weights that computed the keys of each token."""
 
-    __slots__ = ("children", "is_kept", "key", "page", "parent", "partial_lengths", "salt", "tokens")
+    __slots__ = ("children", "is_kept", "key", "page", "parent", "partial_lengths", "salt", "tokens", "versions")
 
-    def __init__(self, salt: Salt, parent: "Node | None", tokens: tuple[int, ...], page: int):
-        self.salt, self.parent, self.tokens, self.page = salt, parent, tokens, page
+    def __init__(self, salt: Salt, parent: "Node | None", tokens: tuple[int, ...], page: int, versions: Versions = ()):
+        self.salt, self.parent, self.tokens, self.page, self.versions = salt, parent, tokens, page, versions
         self.is_kept = True
         self.children: dict[tuple[int, ...], Node] = {}
         self.partial_lengths: set[int] = set()
@@ -116,11 +125,14 @@ class PrefixTree:
                 return node
         return None
 
-    def extend(self, salt: Salt, parent: Node | None, token_ids: Sequence[int], page: int) -> Node:
+    def extend(
+        self, salt: Salt, parent: Node | None, token_ids: Sequence[int], page: int, versions: Versions = ()
+    ) -> Node:
         """The node of a page after `parent` (None: the first page); inserted with `page` if it is missing.
 
-        `token_ids` are the page's own. The caller holds the pages of `parent` and `page`. It must replace a full page
-        by the node's when they differ, and release a partial one.
+        `token_ids` are the page's own; `versions`: see `Node`, and subscribers do not learn of a session's page. The
+        caller holds the pages of `parent` and `page`. It must replace a full page by the node's when they differ, and
+        release a partial one.
         """
         if parent is None:
             parent = self._roots.get(salt)
@@ -131,12 +143,12 @@ class PrefixTree:
         tokens = tuple(token_ids)
         node = parent.children.get(tokens)
         if node is None:
-            node = parent.children[tokens] = Node(salt, parent, tokens, page)
+            node = parent.children[tokens] = Node(salt, parent, tokens, page, versions)
             self._node_of[page] = node
             self.pool.keep(page)
             if self._is_partial(node):
                 parent.partial_lengths.add(len(tokens))
-            elif self.changes is not None:
+            elif self.changes is not None and not versions:
                 self.changes.stored(self.key_of(node).digest, self.parent_digest(node), tokens)
         return node
 
@@ -170,11 +182,13 @@ class PrefixTree:
             self._remove(self._node_of[self.pool.oldest_idle()])
         self.stats.evicted_pages += before - len(self._node_of)
 
-    def clear(self) -> None:
-        """Remove all nodes. Pages in use stay with their sequences, which must not extend the removed nodes."""
+    def clear(self, keeping: Collection[int] = ()) -> None:
+        """Remove all nodes but those of sessions with keys of the versions `keeping` alone, also before them. Pages in
+        use stay with their sequences, which must not extend the removed nodes."""
+        kept = set(keeping)
         for node in list(self._node_of.values()):
-            self._forget(node)
-        self._roots.clear()
+            if node.is_kept and not (node.versions and kept.issuperset(node.versions)):
+                self._remove(node)
 
     def _is_partial(self, node: Node) -> bool:
         return len(node.tokens) < self.page_size
@@ -198,7 +212,7 @@ class PrefixTree:
     def _forget(self, node: Node) -> None:
         del self._node_of[node.page]
         self.pool.forget(node.page)
-        if self.changes is not None and not self._is_partial(node):
+        if self.changes is not None and not (node.versions or self._is_partial(node)):
             self.changes.removed(self.key_of(node).digest)
         node.is_kept = False
         node.children.clear()

@@ -293,16 +293,17 @@ class Control:
         version = self._last_version + 1 if call.version is None else call.version
         self._last_version = version
         replace(version)
-        self._use_other_weights(recompute=call.policy != "keep")
+        age = call.max_key_age if call.policy == "keep-session" else 0
+        self._use_other_weights(recompute=call.policy != "keep", max_key_age=age)
         if self.is_torn:
             self.is_torn = False
             self._go_on()
         return {"version": version}
 
-    def _use_other_weights(self, *, recompute: bool) -> None:
+    def _use_other_weights(self, *, recompute: bool, max_key_age: int = 0) -> None:
         self._weights_changed()
         version, identity = self.weights.version, self.weights.identity
-        self.engine.send_to_scheduler(SetWeights(version, recompute=recompute, identity=identity))
+        self.engine.send_to_scheduler(SetWeights(version, recompute, identity, max_key_age))
 
     def _reset(self) -> _Turns:
         self.engine.send_to_scheduler(ResetCache())

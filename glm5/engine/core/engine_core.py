@@ -12,6 +12,7 @@ One thread calls everything here. An exception that leaves `step` ends the engin
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 from glm5.common.errors import GlmError, words_of
@@ -278,6 +279,11 @@ class EngineCore:
         self.counters.count_plan(plan)
         for output in plan.ended:
             self._report(output, plan)
+        for seq_id, versions in plan.key_versions.items():
+            if (reply := self._replies.get(seq_id)) is not None:
+                runs = [(version, len(list(of))) for version, of in groupby(versions)]
+                reply.key_versions, reply.is_plain = (plan.version, runs), False
+                self._plain.discard(seq_id)
         for entered in plan.entered:
             if entered.donor_slot is None and (report := self._reports.get(entered.seq_id)) is not None:
                 report.restart()

@@ -160,6 +160,7 @@ def _submit(request: AddRequest) -> Submit:
         min_tokens=params.min_tokens,
         priority=request.priority,
         salt=request.salt,
+        keeps_pages=request.keeps_pages,
         needs_last_token=params.constrained,
         max_depth=request.max_depth,
         computes_prompt=params.prompt_logprobs is not None or request.routed_experts,

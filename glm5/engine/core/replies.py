@@ -69,7 +69,8 @@ class Reply:
 
     `num_tokens` includes the prompt, and is counted until the answer `is_plain`. `num_cached`: prompt tokens found in a
     cache. `began`: when its first step was launched. `num_routed`: tokens whose experts were reported. `is_plain`:
-    until its end, all that can be said of it is its tokens, and what is reported of each (`Growth`).
+    until its end, all that can be said of it is its tokens, and what is reported of each (`Growth`). `key_versions`:
+    for the next update under weights of the version before it.
     """
 
     seq_id: int
@@ -83,6 +84,7 @@ class Reply:
     is_begun: bool = False
     is_plain: bool = False
     num_routed: int = 0
+    key_versions: tuple[int, list[tuple[int, int]]] | None = None
 
     def __post_init__(self) -> None:
         self.num_routed = self.spec.num_prompt - 1
@@ -98,6 +100,8 @@ class Reply:
             return update
         if not self.is_begun:
             self.is_begun, update.num_cached, update.began = True, self.num_cached, self.began
+        if self.key_versions is not None and self.key_versions[0] == version:
+            update.key_versions, self.key_versions = self.key_versions[1], None
         if self.spec.params.logprobs is not None:
             update.logprobs = result.logprobs[self.seq_id][: len(token_ids)]
         if self.spec.sampling_mask:
@@ -108,7 +112,7 @@ class Reply:
                 own = self._own_experts(result.routed.get(self.seq_id))
                 update.routed = update.routed.then(own) if update.routed and own else update.routed or own
         is_told = self.report is None or (self.report.is_taken and not self.spec.routed)
-        self.is_plain = is_told and self.matcher is None
+        self.is_plain = is_told and self.matcher is None and self.key_versions is None
         return update
 
     def _own_experts(self, routed: RoutedExperts | None) -> RoutedExperts | None:

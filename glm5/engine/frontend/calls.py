@@ -37,6 +37,7 @@ Channel = Literal["auto", "memory", "collective"]
 they are on one GPU and the engine on others of the same process's, else through memory."""
 
 Called = Future[dict[str, Any]]
+MAX_KEY_AGE = 1000
 
 
 class Calls:
@@ -75,10 +76,19 @@ class Calls:
         """Start a trace that is written to `folder`; None ends it."""
         return self.client.call(lambda call_id: ProfileCall(call_id, folder))
 
-    def update_weights(self, source: Source, policy: Policy, version: int | None, channel: Channel = "auto") -> Called:
+    def update_weights(
+        self,
+        source: Source,
+        policy: Policy,
+        version: int | None,
+        max_key_age: int = 0,
+        channel: Channel = "auto",
+    ) -> Called:
         """Tensors are sent by another thread, which needs them until the future is done."""
-        if policy not in ("keep", "recompute", "abort"):
-            raise RequestError(f"policy is {policy!r}; allowed: keep, recompute or abort", param="policy")
+        if policy not in (known := get_args(Policy)):
+            raise RequestError(f"policy is {policy!r}; allowed: {', '.join(known)}", param="policy")
+        if not (type(max_key_age) is int and 0 <= max_key_age <= MAX_KEY_AGE):
+            raise RequestError(f"max_key_age is {max_key_age!r:.60}; allowed: 0 to {MAX_KEY_AGE}", param="max_key_age")
         if version is not None and not (type(version) is int and 0 <= version < 2**63):
             raise RequestError(f"version is {version!r:.60}; allowed: None, or 0 to 2**63 - 1", param="version")
         if channel not in get_args(Channel):
@@ -86,14 +96,14 @@ class Calls:
         self.client.check_alive()
         if isinstance(source, (str, Path)):
             folder = str(_folder(source))
-            return self.client.call(lambda call_id: UpdateWeightsCall(call_id, folder, policy, version))
+            return self.client.call(lambda call_id: UpdateWeightsCall(call_id, folder, policy, version, max_key_age))
         from glm5.checkpoint.handover import TensorStream, stream_of  # imports torch
         from glm5.engine.frontend.push import push
 
         if not isinstance(source, (Mapping, TensorStream)):
             raise RequestError(f"source is {source!r:.60}; allowed: a folder, or tensors by name", param="source")
         stream = source if isinstance(source, TensorStream) else stream_of(source)
-        pushed = push(self.client, stream, policy, version, self._broadcaster_for(stream, channel))
+        pushed = push(self.client, stream, policy, version, max_key_age, self._broadcaster_for(stream, channel))
         pushed.add_done_callback(self._leave_failed)
         return pushed
 

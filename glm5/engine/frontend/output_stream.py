@@ -38,6 +38,7 @@ class _Gain:
     sampling_mask: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
     routed: RoutedExperts | None = None
+    key_versions: list[tuple[int, int]] | None = None
 
     def add(self, update: Update) -> None:
         assert update.finish_reason != "error", f"{update=}"
@@ -48,6 +49,7 @@ class _Gain:
         self.num_cached = update.num_cached if self.num_cached is None else self.num_cached
         self.began = update.began if self.began is None else self.began
         self.prompt_logprobs = update.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs
+        self.key_versions = update.key_versions if self.key_versions is None else self.key_versions
         if update.routed is not None:
             self.routed = update.routed if self.routed is None else self.routed.then(update.routed)
 
@@ -104,7 +106,7 @@ class OutputStream:
         self.news.append(Update(0, [], self.version, "abort"))
 
     def take(self) -> list[Delta]:
-        """What has arrived since the last call: a delta for each version of the weights."""
+        """What has arrived since the last call: a delta for each version of the weights and of keys."""
         self.threshold = self._interval  # first: what arrives from now on is told of again
         news = self.news[:]
         if not news or self._has_ended:
@@ -161,7 +163,8 @@ class OutputStream:
             if isinstance(update, int):
                 gain.token_ids.append(update)
             else:
-                if update.version != self._read_version and gain.token_ids:
+                is_other = update.version != self._read_version or update.key_versions is not None
+                if is_other and gain.token_ids:
                     deltas.append(self._delta(gain, arrivals))
                     gain, arrivals = _Gain(), ()
                 self._read_version = update.version
@@ -191,6 +194,7 @@ class OutputStream:
             prompt_logprobs=None if gain.prompt_logprobs is None else tuple(map(self._entry, gain.prompt_logprobs)),
             routed_experts=gain.routed,
             sampling_mask=tuple(gain.sampling_mask),
+            key_versions=gain.key_versions,
             arrived=self.arrived,
             queued_s=None if gain.began is None else max(0.0, gain.began - self._sent),
             arrivals=arrivals,

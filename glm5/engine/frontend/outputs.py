@@ -47,7 +47,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     If requested: `logprobs` of each token, and `tempered_logprobs`, under the sampling distribution; `prompt_logprobs`,
     on one delta of the request, of the prompt's tokens but the first; `routed_experts` and `sampling_mask`, as in
-    `wire.Update`.
+    `wire.Update`, and so `key_versions`, which sessions have.
 
     Tokens of several steps are in one delta if they were not read in between. `arrived`: time of arrival, by the
     monotonic clock; `arrivals`: of the tokens of each step. `queued_s`, on an answer's first delta: its wait for a
@@ -66,6 +66,7 @@ class Delta(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[dict[int, Logprob], ...] | None = None
     routed_experts: RoutedExperts | None = None
     sampling_mask: tuple[bytes, ...] = ()
+    key_versions: list[tuple[int, int]] | None = None
     arrived: float = 0.0
     queued_s: float | None = None
     arrivals: tuple[float, ...] | None = None

@@ -18,7 +18,12 @@ from glm5.engine.transport.wire import Bucket, Policy, PushCall, PushedTensor
 
 
 def push(
-    client: Client, stream: TensorStream, policy: Policy, version: int | None, broadcaster: Broadcaster | None = None
+    client: Client,
+    stream: TensorStream,
+    policy: Policy,
+    version: int | None,
+    max_key_age: int = 0,
+    broadcaster: Broadcaster | None = None,
 ) -> "Future[dict[str, Any]]":
     """Send all tensors, by `broadcaster` where there is one. The future has the engine's answer; while it is not done,
     `client` must be pumped. Raises CheckpointError when there is not enough memory for the buffers."""
@@ -37,7 +42,7 @@ def push(
 
     def make(call_id: int) -> PushCall:
         ids.append(call_id)
-        return PushCall(call_id, os.getpid(), (first, second), announced, policy, version, port)
+        return PushCall(call_id, os.getpid(), (first, second), announced, policy, version, max_key_age, port)
 
     def send() -> None:
         tensors, unread = iter(stream.tensors), deque[Future[dict[str, Any]]]()

@@ -30,7 +30,8 @@ class Options:
     `num_speculative_tokens`: the most drafts a step, None for the engine's. `routed_experts`: report which experts
     computed its tokens; `sampling_mask`: which token ids each was drawn from. `starts_after`: a token (the end of
     thinking); structured output applies after it, the thinking budget up to it. `not_before`: tokens that are forbidden
-    before it, in addition to end tokens.
+    before it, in addition to end tokens. `keeps_pages`: the salt names a session, whose pages stay when weights are
+    updated with the policy "keep-session"; they stay on the device.
     """
 
     priority: int = 0
@@ -40,6 +41,7 @@ class Options:
     sampling_mask: bool = False
     starts_after: int | None = None
     not_before: tuple[int, ...] = ()
+    keeps_pages: bool = False
 
     def check(self) -> None:
         """RequestError for a wrong type, or a number out of range."""
@@ -50,6 +52,7 @@ class Options:
             ("num_speculative_tokens", depth is None or type(depth) is int, "None, or an integer"),
             ("routed_experts", isinstance(self.routed_experts, bool), "true or false"),
             ("sampling_mask", isinstance(self.sampling_mask, bool), "true or false"),
+            ("keeps_pages", isinstance(self.keeps_pages, bool), "true or false"),
             ("starts_after", after is None or type(after) is int, "None, or a token id"),
             ("not_before", isinstance(before, tuple) and set(map(type, before)) <= {int}, "a tuple of token ids"),
         ):
@@ -207,6 +210,7 @@ class RequestBuilder:
             max_depth=None if depth is None else min(depth, self.info.max_depth),
             routed_experts=options.routed_experts,
             sampling_mask=options.sampling_mask,
+            keeps_pages=options.keeps_pages,
         )
 
     def _cut(self, ids: list[int], truncate: int | None) -> list[int]:

@@ -20,7 +20,8 @@ class Submit:
     `priority`: lower is served first. `salt`: prompts share pages only with those of the same salt.
     `needs_last_token`: the next step of a sequence cannot be launched before its last token is read (grammars).
     `max_depth`: the most tokens drafted a step, None for the scheduler's depth. `computes_prompt`: compute every
-    prompt token, without the prefix cache (prompt logprobs, routed experts of the prompt).
+    prompt token, without the prefix cache (prompt logprobs, routed experts of the prompt). `keeps_pages`: the salt is a
+    session's, whose pages stay when the weights change, up to an age (`SetWeights`); no other request shares them.
     """
 
     seq_ids: tuple[int, ...]
@@ -33,6 +34,7 @@ class Submit:
     needs_last_token: bool = False
     max_depth: int | None = None
     computes_prompt: bool = False
+    keeps_pages: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Resume:
 
 @dataclass(frozen=True)
 class SetWeights:
-    """The model has the weights of `version` from this step on. Pages computed before are never shared again.
+    """The model has the weights of `version` from this step on. Pages computed before are never shared again, but for
+    those of sessions: they are, if all their keys are of the last `max_key_age` versions before.
 
     `identity`: a globally unique id of the weights, since stored pages outlive the process (`prefix.cache_salt`).
     `recompute`: running sequences are recomputed; otherwise they continue with the pages that they have.
@@ -111,6 +114,7 @@ class SetWeights:
     version: int
     recompute: bool
     identity: bytes
+    max_key_age: int = 0
 
 
 @dataclass(frozen=True)

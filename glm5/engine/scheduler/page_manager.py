@@ -4,12 +4,13 @@ Steps are planned only for positions that have a page. A sequence is admitted wi
 prompt never runs out of pages. A decoding one grows step by step, to the furthest position that its drafts can reach.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from glm5.engine.cache.pages import PagePool
-from glm5.engine.cache.prefix import Node, PrefixTree, cache_salt
+from glm5.engine.cache.prefix import Node, PrefixTree, Versions, cache_salt, session_salt
 from glm5.engine.scheduler.config import SchedulerConfig
-from glm5.engine.scheduler.messages import Tier, TierChange
+from glm5.engine.scheduler.messages import SetWeights, Tier, TierChange
 from glm5.engine.scheduler.plan import PageCopy, StepPlan, TableEntry
 from glm5.engine.scheduler.sequence import Restore, Sequence
 from glm5.engine.scheduler.transfers import Transfers
@@ -30,15 +31,18 @@ class Found:
 
 
 class PageManager:
-    """The page pool, the prefix tree and the transfers. `weights`: identity of the weights, part of every salt."""
+    """The page pool, the prefix tree and the transfers. `weights`: identity of the weights, part of every salt but
+    those of sessions. `versions`: of the weights whose keys sessions may use, the current ones last."""
 
-    def __init__(self, config: SchedulerConfig, weights: bytes):
-        self.config, self.weights = config, weights
+    def __init__(self, config: SchedulerConfig, weights: bytes, version: int):
+        self.config, self.weights, self.versions = config, weights, [version]
         self.pool = PagePool(config.num_pages)
         self.tree = PrefixTree(self.pool, config.page_size)
         self.transfers = Transfers(self.pool, self.tree, max_loads=config.max_loads, max_stores=config.max_stores)
         # Page table entries changed since the last plan.
         self._changed: list[tuple[Sequence, int]] = []
+        # Sequences with other `key_versions` since then.
+        self._rekeyed: list[Sequence] = []
 
     def find(self, seq: Sequence, donor: Sequence | None, headroom: int) -> Found:
         """What `seq` could share, and how many pages it lacks if `headroom` pages are to stay available."""
@@ -60,7 +64,8 @@ class PageManager:
 
     def admit(self, seq: Sequence, found: Found, plan: StepPlan) -> None:
         """Give `seq` pages for all its tokens. Sets `computed`, and `restore` when pages are to be loaded first."""
-        num_pages = self.config.pages_for(len(seq.tokens))
+        num_pages, had_versions = self.config.pages_for(len(seq.tokens)), bool(seq.key_versions)
+        seq.key_versions = [version for node in seq.path for version in node.versions]
         if found.donor is not None:
             self._share_prompt(seq, found.donor, plan)
         else:
@@ -74,6 +79,8 @@ class PageManager:
             seq.pages += self._allocate(num_pages - len(seq.pages))
         seq.path = []
         seq.covered = num_pages * self.config.page_size
+        if seq.key_versions or had_versions:
+            self._rekeyed.append(seq)
         if found.lower:
             numbers = range(found.num_matched, found.num_matched + len(found.lower))
             loads = [(number, key, seq.pages[number]) for number, key in zip(numbers, found.lower, strict=True)]
@@ -107,13 +114,18 @@ class PageManager:
         for index in range(seq.num_in_tree, seq.confirmed // size):
             page = seq.pages[index]
             num_nodes = len(self.tree)
-            node = self.tree.extend(seq.salt, seq.node, seq.tokens[index * size : (index + 1) * size], page)
+            start, end = index * size, (index + 1) * size
+            versions = self._versions(seq, start, end)
+            node = self.tree.extend(seq.salt, seq.node, seq.tokens[start:end], page, versions)
+            if node.versions != versions:
+                seq.is_pure = False  # the tree has a page of older keys, for which it cannot give up its own
+                return
             if node.page != page:
                 seq.pages[index] = node.page
                 self.pool.ref(seq.pages[index])
                 self.pool.unref(page)
                 self._changed.append((seq, index))
-            elif self.config.tiers and len(self.tree) > num_nodes:
+            elif self.config.tiers and len(self.tree) > num_nodes and not versions:
                 self.transfers.store(node)
             seq.node = node
             seq.num_in_tree = index + 1
@@ -130,10 +142,24 @@ class PageManager:
         seq.node, seq.num_in_tree = None, 0
         seq.covered = seq.computed = seq.confirmed = 0
 
-    def forget_prefixes(self, running: list[Sequence], *, pure: bool, keeps_tiers: bool = False) -> None:
-        """Empty the tree. `pure`: pages of running sequences stay valid, and may be shared again. `keeps_tiers`: pages
-        of lower tiers stay valid."""
-        self.tree.clear()
+    def use_weights(self, message: SetWeights, running: list[Sequence]) -> None:
+        """Forget what other weights computed. Those that still run keep it, also keys that are being computed."""
+        for seq in running:
+            num_planned = seq.max_len - 1 if seq.decodes else seq.computed
+            if seq.restore is not None:
+                num_planned = seq.restore.num_good * self.config.page_size
+            seq.key_versions += [self.versions[-1]] * (num_planned - len(seq.key_versions))
+        self._rekeyed += running
+        self.weights = message.identity
+        self.versions = [*self.versions, message.version][-1 - message.max_key_age :]
+        self.forget_prefixes(running, pure=False, keeping=self.versions)
+
+    def forget_prefixes(
+        self, running: list[Sequence], *, pure: bool, keeps_tiers: bool = False, keeping: Collection[int] = ()
+    ) -> None:
+        """Empty the tree, but for what `PrefixTree.clear` keeps. `pure`: pages of running sequences stay valid, and may
+        be shared again. `keeps_tiers`: pages of lower tiers stay valid."""
+        self.tree.clear(keeping)
         if not (keeps_tiers and self.config.tiers):
             self.transfers.forget_all()
         for seq in running:
@@ -150,6 +176,11 @@ class PageManager:
         changed, self._changed = self._changed, []
         return [TableEntry(s.slot, i, s.pages[i]) for s, i in changed if s.slot is not None and i < len(s.pages)]
 
+    def key_versions(self) -> dict[int, list[int]]:
+        """Changes of `Sequence.key_versions` since the last call, by sequence."""
+        rekeyed, self._rekeyed = self._rekeyed, []
+        return {seq.seq_id: list(seq.key_versions) for seq in rekeyed}
+
     def exclusive_pages(self, seqs: list[Sequence]) -> int:
         """A lower bound of the pages that preempting these sequences would free."""
         return sum(self.pool.refs[page] == 1 for seq in seqs for page in seq.pages)
@@ -159,7 +190,8 @@ class PageManager:
         return self.config.prefix_cache and not (seq.submit.computes_prompt and seq.is_fresh)
 
     def _match(self, seq: Sequence) -> None:
-        seq.salt = cache_salt(self.weights, seq.submit.salt)
+        salt = seq.submit.salt
+        seq.salt = session_salt(salt) if seq.submit.keeps_pages else cache_salt(self.weights, salt)
         if self._may_hit(seq):
             # At least one token must be computed: the next one is sampled from its logits.
             self.tree.match(seq.salt, seq.tokens, (len(seq.tokens) - 1) // self.config.page_size, seq.path)
@@ -191,7 +223,7 @@ class PageManager:
         for page in seq.pages:
             self.pool.ref(page)
         seq.pages += self._allocate(1)
-        seq.salt = donor.salt
+        seq.salt, seq.key_versions = donor.salt, donor.key_versions[: seq.num_prompt - 1]
         if (seq.num_prompt - 1) % self.config.page_size:
             plan.page_copies.append(PageCopy(donor.pages[shared], seq.pages[-1]))
         # Nothing is confirmed until the step with its last token is read: the donor's step may be in flight.
@@ -204,13 +236,24 @@ class PageManager:
         seq.pages += self._allocate(1)
         self.pool.unref(partial.page)
         plan.page_copies.append(PageCopy(partial.page, seq.pages[-1]))
+        seq.key_versions += partial.versions
         seq.computed = seq.confirmed = seq.computed + len(partial.tokens)
 
     def _share_partial_page(self, seq: Sequence) -> None:
         """Insert the page after the full ones into the tree, with the tokens that are confirmed."""
         start = seq.num_in_tree * self.config.page_size
         if self.config.prefix_cache and seq.is_pure and 0 < seq.confirmed - start < self.config.page_size:
-            self.tree.extend(seq.salt, seq.node, seq.tokens[start : seq.confirmed], seq.pages[seq.num_in_tree])
+            versions = self._versions(seq, start, seq.confirmed)
+            self.tree.extend(
+                seq.salt, seq.node, seq.tokens[start : seq.confirmed], seq.pages[seq.num_in_tree], versions
+            )
+
+    def _versions(self, seq: Sequence, start: int, end: int) -> Versions:
+        """Of the weights that computed the keys of these positions; empty outside of sessions."""
+        if not seq.submit.keeps_pages:
+            return ()
+        known = seq.key_versions[start:end]
+        return (*known, *[self.versions[-1]] * (end - start - len(known)))
 
     def _allocate(self, count: int) -> list[int]:
         if count > self.pool.num_free:

@@ -135,7 +135,8 @@ class StepPlan:
 
     `ended`: sequences that messages ended in this plan. `left`: slots freed since the last plan, which `entered` may
     reuse. `depth`: the largest of all items; `max_end`: every row is before this position. `draft_depth`: how many
-    tokens to draft for the next step. `version`: of the weights that compute the step.
+    tokens to draft for the next step. `version`: of the weights that compute the step. `key_versions`: of sequences
+    that go on from keys of other weights, or no longer do; see `Sequence`.
     """
 
     step: int
@@ -154,5 +155,6 @@ class StepPlan:
     stores: list[TierCopy] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
+    key_versions: dict[int, list[int]] = field(default_factory=dict)
     ended: list[Output] = field(default_factory=list)
     wait: Wait | None = None

@@ -64,7 +64,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, *, version: int = 0, identity: bytes = b""):
         self.config, self.version = config, version
-        self.page_manager = PageManager(config, identity)
+        self.page_manager = PageManager(config, identity, version)
         self.depth, self.max_prompt_tokens = config.max_depth, config.max_prompt_tokens
         self.next_step, self.is_paused = 0, False
         self._was_full = False  # the last step had only full prompts
@@ -130,7 +130,7 @@ class Scheduler:
                     plan.draft_depth = min(self.depth, in_flight.max_depth)
         if self.page_manager.transfers.has_work:
             self.page_manager.transfers.issue(plan)
-        plan.table = self.page_manager.table_entries()
+        plan.table, plan.key_versions = self.page_manager.table_entries(), self.page_manager.key_versions()
         plan.left, self._left = self._left, []
         if not plan.items:
             plan.wait = self._wait()
@@ -219,15 +219,15 @@ class Scheduler:
             case Pause(release):
                 self.is_paused = True
                 if release:
-                    self._release_all(plan, keeps_tiers=True)
+                    self.page_manager.forget_prefixes(self.running, pure=False, keeps_tiers=True)
+                    self._preempt_all(plan)
             case Resume():
                 self.is_paused = False
-            case SetWeights(version, recompute, identity):
-                self.version, self.page_manager.weights = version, identity
+            case SetWeights(version, recompute):
                 if recompute:
-                    self._release_all(plan)
-                else:
-                    self.page_manager.forget_prefixes(self.running, pure=False)
+                    self._preempt_all(plan)
+                self.version = version
+                self.page_manager.use_weights(message, self.running)
             case ResetCache():
                 self.page_manager.forget_prefixes(self.running, pure=True)
 
@@ -248,8 +248,7 @@ class Scheduler:
             self._end(seq)
             plan.ended.append(Output(seq_id, (), reason))
 
-    def _release_all(self, plan: StepPlan, *, keeps_tiers: bool = False) -> None:
-        self.page_manager.forget_prefixes(self.running, pure=False, keeps_tiers=keeps_tiers)
+    def _preempt_all(self, plan: StepPlan) -> None:
         for seq in reversed(self.running):
             self._preempt(seq, plan)
 

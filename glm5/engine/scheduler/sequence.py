@@ -65,6 +65,7 @@ class Sequence:
         "in_flight",
         "is_pure",
         "item",
+        "key_versions",
         "max_depth",
         "max_len",
         "min_len",
@@ -107,7 +108,9 @@ class Sequence:
         self.num_in_tree = 0
         self.path: list[Node] = []
         self.salt = b""
-        # All pages were computed with the current weights, so they may be shared.
+        # Of the weights that computed the keys of its first positions; those of all others are of the current weights.
+        self.key_versions: list[int] = []
+        # Its pages may be shared: all are of the current weights, or of others that its session may use.
         self.is_pure = True
         self.was_admitted = False
 

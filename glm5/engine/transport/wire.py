@@ -17,7 +17,7 @@ from glm5.engine.scheduler.plan import EndReason
 INBOX, OUTBOX = "to-engine", "to-client"  # names of the two sockets, in a folder of the engine's
 _ID_BITS = 40  # of an id within its client
 
-Policy = Literal["keep", "recompute", "abort"]
+Policy = Literal["keep", "recompute", "keep-session", "abort"]
 Part = Literal["weights", "kv_cache"]  # what sleep releases and wake restores
 PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 
@@ -49,6 +49,7 @@ class AddRequest(msgspec.Struct, tag=True):
     token (the end of thinking); the grammar applies after it, the thinking budget up to it. `not_before`: tokens that
     are forbidden before it. `salt`: prompts share cached pages only within one salt. `max_depth`: the most drafts a
     step, None for the engine's. `routed_experts`: report them for every computed token; `sampling_mask`: see `Update`.
+    `keeps_pages`: the salt is a session's, whose pages pushes with the policy "keep-session" leave.
     """
 
     seq_ids: tuple[int, ...]
@@ -65,6 +66,7 @@ class AddRequest(msgspec.Struct, tag=True):
     max_depth: int | None = None
     routed_experts: bool = False
     sampling_mask: bool = False
+    keeps_pages: bool = False
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -110,14 +112,15 @@ class WakeCall(msgspec.Struct, tag=True):
 class UpdateWeightsCall(msgspec.Struct, tag=True):
     """Load weights from a checkpoint folder, all or some of the tensors. All are checked before any is replaced.
 
-    `policy` for running requests: "keep" their pages, "recompute" them, or "abort" the requests. Answered with
-    {"version": n}.
+    `policy` for running requests: "keep" their pages, "recompute" them, or "abort" the requests. "keep-session":
+    recompute them, but for pages of sessions that are at most `max_key_age` updates old. Answered with {"version": n}.
     """
 
     call_id: int
     path: str
     policy: Policy = "recompute"
     version: int | None = None
+    max_key_age: int = 0
 
 
 class PushedTensor(msgspec.Struct, array_like=True):
@@ -135,8 +138,8 @@ class PushCall(msgspec.Struct, tag=True):
 
     Bucket i is in file descriptor `buffers[i % 2]` of process `pid`; or with `port`, the sender broadcasts it to all
     ranks, which meet it there. All names and shapes are checked before the first bucket is written; from then on no
-    step runs until all have come. `policy`, `version` and the answer: as for `UpdateWeightsCall`. After an error no
-    step runs before all weights have been replaced, unless nothing was written.
+    step runs until all have come. `policy`, `version`, `max_key_age` and the answer: as for `UpdateWeightsCall`. After
+    an error no step runs before all weights have been replaced, unless nothing was written.
     """
 
     call_id: int
@@ -145,6 +148,7 @@ class PushCall(msgspec.Struct, tag=True):
     buckets: list[list[PushedTensor]]
     policy: Policy = "recompute"
     version: int | None = None
+    max_key_age: int = 0
     port: int | None = None
 
 
@@ -272,8 +276,10 @@ class Update(msgspec.Struct, array_like=True):
 
     `finish_reason` is None until the last update. For the reason "error", `error` is the message and `param` the
     parameter at fault, if any. The first update has `num_cached`, prompt tokens found in a cache, and `began`, the
-    monotonic time when the first step was launched. If requested, one entry a token: `logprobs`; `sampling_mask`, the
-    token ids that the token was drawn from, those that top_k, top_p and min_p kept, as `kept_ids` reads them.
+    monotonic time when the first step was launched. `key_versions`: of the weights that computed the first keys which
+    the tokens from here on attend to, as runs of (version, positions); all other keys are of these tokens' versions. If
+    requested, one entry a token: `logprobs`; `sampling_mask`, the token ids that the token was drawn from, those that
+    top_k, top_p and min_p kept, as `kept_ids` reads them.
     """
 
     seq_id: int
@@ -288,6 +294,7 @@ class Update(msgspec.Struct, array_like=True):
     param: str | None = None
     began: float | None = None
     sampling_mask: list[bytes] | None = None
+    key_versions: list[tuple[int, int]] | None = None
 
 
 class Growth(msgspec.Struct, array_like=True):

@@ -45,12 +45,14 @@ class Placed:
 @dataclass(frozen=True)
 class Ruled:
     """What a trainer decides in the place of an agent: `sampling` parameters by name, `options` of the template, the
-    most tokens of a reply, and the `seed` that those of all requests are derived from."""
+    most tokens of a reply, and the `seed` that those of all requests are derived from. `keeps_pages`: those of the
+    session outlive pushes."""
 
     sampling: Mapping[str, float | int]
     options: Mapping[str, Any]
     max_tokens: int
     seed: int
+    keeps_pages: bool = False
 
 
 class Session:

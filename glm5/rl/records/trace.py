@@ -71,6 +71,7 @@ class Node(Struct, omit_defaults=True):
     masked: list[bool] | None = None
     versions: list[Int] = []
     key_versions: list[Int] = []
+    context_versions: list[tuple[Int, Token]] = []
     routed_experts: Array | None = None
     sampling_mask: SamplingMask | None = None
 
@@ -85,7 +86,7 @@ class Node(Struct, omit_defaults=True):
         experts = None if self.routed_experts is None else self.routed_experts.numpy()
         if experts is not None and (experts.ndim != 3 or len(experts) > len(self.token_ids)):
             raise ValueError(f"experts of shape {experts.shape} for {len(self.token_ids)} tokens")
-        columns = (self.logprobs, self.versions, self.key_versions)
+        columns = (self.logprobs, self.versions, self.key_versions, self.context_versions)
         return Segment(self.token_ids, self.parent, self.sampled, *columns, experts, kept)
 
 
@@ -239,7 +240,8 @@ def from_json(line: bytes, kind: type[Any], place: str) -> Any:
 def _node(segment: Segment, message: Message, columns: Columns | None) -> Node:
     count = len(segment.token_ids)
     node = Node(segment.token_ids, [segment.is_sampled] * count, segment.parent, dict(message), segment.is_sampled)
-    node.logprobs, node.versions, node.key_versions = segment.logprobs, segment.versions, segment.key_versions
+    node.logprobs, node.versions, node.context_versions = segment.logprobs, segment.versions, segment.context_versions
+    node.key_versions = segment.key_versions if segment.key_versions != segment.versions else []
     if segment.experts is not None:
         node.routed_experts = Array.of(segment.experts, "int16")
     if segment.kept is not None:

@@ -10,11 +10,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from glm5.common.errors import EngineDead, GlmError
+from glm5.config.rl import KeyPolicy
 from glm5.engine import AsyncEngine
 from glm5.engine.frontend.calls import Channel
 from glm5.rl.rollouts.ring import HashRing
@@ -126,8 +127,9 @@ class Engines:
         self,
         source: Mapping[str, Tensor],
         *,
-        policy: Literal["recompute", "keep"],
+        policy: KeyPolicy,
         version: int,
+        max_key_age: int = 0,
         channel: Channel = "auto",
     ) -> dict[str, Any]:
         """Push weights into every engine, those included that were started again meanwhile; returns the figures of the
@@ -145,7 +147,8 @@ class Engines:
                 logger.warning("engine %d of %d could not be started again: %s", number, self.count, error)
 
         async def push(engine: AsyncEngine) -> dict[str, Any]:
-            await engine.update_weights(source, policy=policy, version=version, channel=channel)
+            options: Any = {"policy": policy, "version": version, "max_key_age": max_key_age, "channel": channel}
+            await engine.update_weights(source, **options)
             return (await engine.stats())["last_push"]
 
         done = await asyncio.gather(*map(push, ready.values()), return_exceptions=True)

@@ -141,7 +141,7 @@ class _Player:
 
     def _said(self, seat: Conversation, sampled: Sampled) -> Reply:
         """Add a reply to its conversation."""
-        seat.add(sampled.segment())
+        seat.add(sampled)
         seat.rollout.num_turns += 1
         seat.rollout.is_truncated = sampled.is_truncated
         reply = self.harness.chat.reply(sampled.token_ids, self.task.tools, is_truncated=sampled.is_truncated)

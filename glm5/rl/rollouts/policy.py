@@ -13,7 +13,7 @@ from glm5.config.rl import Rollouts
 from glm5.engine import Delta, SamplingParams
 from glm5.engine.sampling.params import MAX_N, answer_seeds
 from glm5.rl.rollouts.engines import Engines
-from glm5.rl.segments import Experts, Segment, seed_of
+from glm5.rl.segments import Segment, seed_of
 
 _ROUNDING = 1e-3
 """By which a log-probability may lie above 0."""
@@ -22,34 +22,26 @@ _INTERVAL = 32
 
 
 @dataclass
-class Sampled:
-    """A reply: its tokens with the one that ended it, log-probabilities of the distribution that they were drawn from,
-    and the version of the weights of each. `is_truncated`: the tokens ran out before its end. `kept`: where sampling
-    leaves tokens out, the mask of those that each was drawn from (`kept_ids`). `has_ended`: it is all there."""
+class Sampled(Segment):
+    """A reply, without a parent; its last token is the one that ended it. `is_truncated`: the tokens ran out before its
+    end. `has_ended`: it is all there."""
 
     token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
+    is_sampled: bool = True
     is_truncated: bool = False
-    experts: Experts | None = None
-    kept: list[bytes] = field(default_factory=list[bytes])
     has_ended: bool = False
-
-    def segment(self) -> Segment:
-        """Without a parent."""
-        tokens = self.token_ids, None, True, self.logprobs, self.versions
-        return Segment(*tokens, experts=self.experts, kept=self.kept or None)
 
 
 class Policy:
     """Samples replies from engines, as the recipe's `[rollouts]` say. Raises EngineDead where none is left.
 
     `key`: of the group that asks, which has one engine (`Engines.held`). Where that ends, its answers go on elsewhere
-    after the tokens that it has given, with seeds of their own.
+    after the tokens that it has given, with seeds of their own. `keeps_pages`: a group is a session of the engine,
+    whose pages outlive pushes.
     """
 
-    def __init__(self, engines: Engines, cfg: Rollouts, *, greedy: bool = False) -> None:
-        self.engines, self.cfg = engines, cfg
+    def __init__(self, engines: Engines, cfg: Rollouts, *, greedy: bool = False, keeps_pages: bool = False) -> None:
+        self.engines, self.cfg, self.keeps_pages = engines, cfg, keeps_pages
         cuts = {} if greedy else {"top_p": cfg.top_p, "top_k": cfg.top_k, "min_p": cfg.min_p}
         temperature = 0.0 if greedy else cfg.temperature
         self.params = SamplingParams(
@@ -111,7 +103,9 @@ class Policy:
         has already. Where the engine ends first and there is another one, answers are left without an end."""
         left = min(self.room(len(prompt_ids)), self.cfg.max_tokens - len(answers[0].token_ids))
         params = self.params.but(seed=seed, n=len(answers), max_tokens=left)
-        options = {"sampling_mask": params.truncates, "stream_interval": _INTERVAL}
+        options: dict[str, Any] = {"sampling_mask": params.truncates, "stream_interval": _INTERVAL}
+        if self.keeps_pages:
+            options |= {"cache_salt": str(key), "keeps_pages": True}
         engine = self.engines.of(key)
         try:
             async with engine.generate(prompt_ids, params, **options) as deltas:
@@ -120,10 +114,7 @@ class Policy:
                         engine.kill(reason)
                         raise EngineDead(reason)
                     answer = answers[delta.index]
-                    answer.token_ids += delta.token_ids
-                    answer.logprobs += delta.tempered_logprobs
-                    answer.versions += [delta.version] * len(delta.token_ids)
-                    answer.kept += delta.sampling_mask
+                    answer.add(delta)
                     if (routed := delta.routed_experts) is not None:
                         rows = np.frombuffer(routed.experts, dtype="<i2").reshape(routed.shape)
                         answer.experts = rows if answer.experts is None else np.concatenate([answer.experts, rows])

@@ -103,7 +103,7 @@ class ProgramHarness:
             rollout.failure, rollout.failure_reason = episode.kind, episode.reason[:500]
             return rollout
         options = {"enable_thinking": self._chat.enable_thinking}
-        ruled = Ruled(sampling, options, self.policy.cfg.max_tokens, seed)
+        ruled = Ruled(sampling, options, self.policy.cfg.max_tokens, seed, self.policy.keeps_pages)
         engine, name = self.policy.engines.of(key), f"{seed:x}"
         gateway = self._gateways.of(engine)
         url = gateway.begin(name, ruled)

@@ -277,7 +277,7 @@ def _asked(job: Job) -> tuple[SamplingParams, dict[str, Any]]:
     if job.recording is None:
         return params, options
     params = job.recording.params(params)
-    return params, {**options, "sampling_mask": params.truncates}
+    return params, {**options, "sampling_mask": params.truncates, **job.recording.options()}
 
 
 def _send_now(tap: Tap[Step], reading: _DeltaReader, delta: Delta) -> bool:

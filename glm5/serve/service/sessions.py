@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Any
 
 from glm5.chat.events import Event, collect
 from glm5.chat.message import normalize_messages
@@ -52,7 +53,7 @@ class Sessions:
 
 @dataclass
 class _Answer:
-    segment: Segment = field(default_factory=lambda: Segment([], is_sampled=True, kept=[]))
+    segment: Segment = field(default_factory=lambda: Segment([], is_sampled=True))
     events: list[Event] = field(default_factory=list[Event])
 
 
@@ -69,18 +70,18 @@ class Recording:
         changes = self._session.asked(params.max_tokens)
         return params.but(**changes, logprobs=0 if params.logprobs is None else params.logprobs)
 
+    def options(self) -> dict[str, Any]:
+        """Options of a session whose pages outlive pushes."""
+        ruled = self._session.ruled
+        return {"cache_salt": str(ruled.seed), "keeps_pages": True} if ruled is not None and ruled.keeps_pages else {}
+
     def add(self, delta: Delta, events: Sequence[Event]) -> None:
         """What a step added to an answer."""
         answer = self._answers.setdefault(delta.index, _Answer())
         segment = answer.segment
-        segment.token_ids += delta.token_ids
-        segment.logprobs += delta.tempered_logprobs
-        segment.versions += [delta.version] * len(delta.token_ids)
-        assert segment.kept is not None
-        segment.kept += delta.sampling_mask
+        segment.add(delta)
         answer.events += events
         if delta.finish_reason in ("stop", "length") and segment.token_ids:
-            segment.kept = segment.kept or None
             self._session.add(self._placed, _message(answer.events), segment)
 
 

@@ -1,8 +1,9 @@
 """A device that a plan is launched on. Its "model" is a hash, so that every wrong key is seen and every token known.
 
-The key of a position is (salt, hash of all tokens up to it, version of the weights). A sequence's next token is a
-function of the hash and of its own seed. Before a row is computed all keys before it are compared with what they
-must be. A launched step runs at once or as late as it can; copies to and from tiers run whenever they may.
+The key of a position is (salt and whether it is a session's, hash of all tokens up to it, version of the weights). A
+sequence's next token is a function of the hash and of its own seed. Before a row is computed all keys before it are
+compared with what they must be. A launched step runs at once or as late as it can; copies to and from tiers run
+whenever they may.
 """
 
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from glm5.engine.scheduler.messages import Submit, Tier
 from glm5.engine.scheduler.plan import Item, StepPlan, TierCopy
 
 VOCAB = 11
-Key = tuple[bytes, int, int]
-JUNK = (b"junk", -1, -1)
+Key = tuple[tuple[bytes, bool], int, int]
+JUNK = ((b"junk", False), -1, -1)
 
 
 def hashes(token_ids: Ids[int]) -> list[int]:
@@ -47,15 +48,20 @@ def lone_run(submit: Submit, seq_id: int, max_model_len: int) -> list[int]:
 
 @dataclass
 class Slot:
-    """`tokens` as the device knows them. `table` is the row of the page table; beyond it lies the dump page."""
+    """`tokens` as the device knows them. `table` is the row of the page table; beyond it lies the dump page.
+    `is_kept` since weights changed while it ran."""
 
     seq_id: int
     submit: Submit
     tokens: list[int]
     hashes: list[int]
     table: list[int]
-    version: int
     cap: int
+    is_kept: bool = False
+
+    @property
+    def salt(self) -> tuple[bytes, bool]:
+        return self.submit.salt, self.submit.keeps_pages
 
     def extend(self, token_ids: Ids[int]) -> None:
         self.tokens += token_ids
@@ -74,6 +80,7 @@ class Device:
         self.pages: list[list[Key]] = [[JUNK] * config.page_size for _ in range(config.num_pages)]
         self.slots: dict[int, Slot] = {}
         self.submits: dict[int, Submit] = {}
+        self.key_versions: dict[int, list[int]] = {}  # of sequences, as they were told last
         self.results: dict[int, dict[int, list[int]]] = {}
         self.tiers: dict[bytes, tuple[Tier, list[Key]]] = {}
         self.copies: dict[int, tuple[str, TierCopy]] = {}
@@ -105,6 +112,7 @@ class Device:
         if kind == "store":
             if self.rng.random() < 0.1:
                 return None
+            assert not any(key[0][1] for key in self.pages[copy.page]), "a session's page leaves the device"
             tier: Tier = self.rng.choice(("host", "disk"))
             self.tiers[copy.key.digest] = tier, list(self.pages[copy.page])
             return tier
@@ -124,10 +132,14 @@ class Device:
         return ended
 
     def _run(self, plan: StepPlan) -> None:
+        self.key_versions.update(plan.key_versions)
         for seq_id, slot, token_ids, pages, *_ in plan.entered:
             submit = self.submits[seq_id]
             known = seq_id, submit, list(token_ids), hashes(token_ids)
-            self.slots[slot] = Slot(*known, list(pages), plan.version, self.config.max_len(submit))
+            self.slots[slot] = Slot(*known, list(pages), self.config.max_len(submit))
+        for seq_id in plan.key_versions.keys() - {entry.seq_id for entry in plan.entered}:
+            for state in self.slots.values():
+                state.is_kept |= state.seq_id == seq_id
         for slot, column, page in plan.table:
             table = self.slots[slot].table
             assert column <= len(table), f"the page table of {slot=} has a gap before {column=}"
@@ -176,19 +188,25 @@ class Device:
     def _compute(self, state: Slot, start: int, end: int, version: int) -> None:
         self.check_keys(state, start, version)
         for position in range(start, end):
-            self._write(state, position, (state.submit.salt, state.hashes[position], version))
+            self._write(state, position, (state.salt, state.hashes[position], version))
 
     def check_keys(self, state: Slot, end: int, version: int) -> None:
-        """All positions before `end` hold this sequence's keys, computed since it was admitted.
+        """All positions before `end` hold this sequence's keys, of the weights that the scheduler says.
 
         Beyond the table lies what nobody reads: tokens of sequences that have ended.
         """
-        size, salt = self.page_size, state.submit.salt
+        size = self.page_size
+        told = self.key_versions.get(state.seq_id, [])
+        versions = [*told, *[version] * (end - len(told))]
         for number, page in enumerate(state.table[: -(-end // size)]):
             keys = self.pages[page][: end - number * size]
             wanted = state.hashes[number * size : number * size + len(keys)]
             assert [key[1] for key in keys] == wanted, f"keys of {state.seq_id} in {page=} are another's"
-            assert all(key[0] == salt and state.version <= key[2] <= version for key in keys), f"{state.seq_id}: {keys}"
+            assert all(key[0] == state.salt for key in keys), f"{state.seq_id}: {keys}"
+            told = versions[number * size : number * size + len(keys)]
+            # What was under way when weights changed may come less far, by drafts and loads.
+            for said, key in zip(told, keys, strict=True):
+                assert said == key[2] or (said < key[2] <= version and state.is_kept), f"{state.seq_id}: {told} {keys}"
 
     def _write(self, state: Slot, position: int, key: Key) -> None:
         number = position // self.page_size

@@ -140,9 +140,9 @@ MUTANTS = [
     Mutant("versions are ignored", "prefix", "(len(weights), weights, salt)", '(0, b"", salt)'),
     Mutant(
         "pages of mixed weights are shared",
-        "scheduler",
-        "forget_prefixes(self.running, pure=False)\n            case",
-        "forget_prefixes(self.running, pure=True)\n            case",
+        "page_manager",
+        "forget_prefixes(running, pure=False",
+        "forget_prefixes(running, pure=True",
     ),
     Mutant("the last page of a prompt is not copied", "page_manager", "plan.page_copies.append(PageCopy(d", "_ = ((d"),
     Mutant("a partial page is not copied", "page_manager", "plan.page_copies.append(PageCopy(p", "_ = ((p"),
@@ -205,6 +205,38 @@ MUTANTS = [
     ),
     Mutant("loads of who left go on", "page_manager", "self.transfers.cancel(seq.restore)", "pass"),
     Mutant("an ended copy keeps its page", "transfers", "self.pool.unref(store.page)", "pass"),
+    # Sessions
+    Mutant("sessions share with each other", "prefix", 'b"session:%b" % salt', 'b"session:"'),
+    Mutant(
+        "anyone finds the pages of sessions",
+        "page_manager",
+        "if seq.submit.keeps_pages else cache",
+        "if True else cache",
+    ),
+    Mutant("keys of any age are found", "page_manager", "][-1 - message.max_key_age :]", "]"),
+    Mutant("keys may be an update too old", "page_manager", "[-1 - message", "[-2 - message"),
+    Mutant("pages of sessions leave the device", "page_manager", "> num_nodes and not versions:", "> num_nodes:"),
+    Mutant(
+        "an older page takes the place of the own one", "page_manager", "if node.versions != versions:", "if False:"
+    ),
+    Mutant("a copied page is told as new", "page_manager", "seq.key_versions += partial.versions", "pass"),
+    Mutant(
+        "pages found are told as new",
+        "page_manager",
+        "[version for node in seq.path for version in node.versions]",
+        "[]",
+    ),
+    Mutant("a shared prompt is told as new", "page_manager", "donor.key_versions[: seq.num_prompt - 1]", "[]"),
+    Mutant("kept pages are told as new", "page_manager", "self._rekeyed += running", "pass"),
+    Mutant(
+        "pages that are computed again are told as old",
+        "page_manager",
+        "if seq.key_versions or had_versions:",
+        "if seq.key_versions:",
+    ),
+    Mutant(
+        "a page is told as old in the tree alone", "page_manager", "known = seq.key_versions[start:end]", "known = []"
+    ),
     # Progress
     Mutant("room is kept even when nobody runs", "scheduler", " if self.prompting or self.decoding else 0", " + 1"),
     Mutant("who waits for a prompt is forgotten", "scheduler", "self._to_wake.append(seq.group)", "pass"),

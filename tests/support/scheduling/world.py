@@ -80,6 +80,13 @@ def identity(version: int) -> bytes:
     return b"%d" % version if version else b""
 
 
+def set_weights(versions: list[int], recompute: bool, max_key_age: int) -> SetWeights:
+    """`versions`: those that sessions may use, the current one last."""
+    versions.append(versions[-1] + 1)
+    del versions[: -1 - max_key_age]
+    return SetWeights(versions[-1], recompute, identity(versions[-1]), max_key_age)
+
+
 class World:
     """`make` builds the scheduler under test."""
 
@@ -101,11 +108,15 @@ class World:
         self.known: dict[int, Known] = {}
         self.unread: list[StepPlan] = []
         self.step = 0
-        self.num_submitted = self.num_preempted = self.num_ended = 0
-        self.version = 0
+        self.num_submitted = self.num_preempted = self.num_ended = self.num_old_hits = 0
+        self.versions = [0]  # those that sessions may use, the current one last
         self.is_paused = False
         self.copies_ended: dict[int, Tier | None] = {}
         self._fill_tiers()
+
+    @property
+    def version(self) -> int:
+        return self.versions[-1]
 
     def run(self) -> "World":
         """Live, then drain. AssertionError when something does not hold."""
@@ -193,10 +204,15 @@ class World:
         """What messages ask for has happened."""
         assert plan.version == self.version
         assert not (self.is_paused and plan.items), "a paused scheduler planned"
-        if Pause(release=True) in messages or SetWeights(self.version, True, identity(self.version)) in messages:
+        updates = [message for message in messages if isinstance(message, SetWeights)]
+        if Pause(release=True) in messages or any(message.recompute for message in updates):
             gone = {*plan.preempted, *(output.seq_id for output in plan.ended)}
             assert gone >= before.running.keys(), "sequences go on with pages that are worth nothing"
-        if SetWeights(self.version, False, identity(self.version)) in messages:
+        for seq_id, versions in plan.key_versions.items():
+            is_new = seq_id in {entry.seq_id for entry in plan.entered}
+            assert not is_new or set(versions) <= set(self.versions), "keys are too old"
+        self.num_old_hits += sum(bool(set(of) - {self.version}) for of in plan.key_versions.values())
+        if any(not message.recompute for message in updates):
             assert not any(entry.hit_device for entry in plan.entered), "the prefix tree was not emptied"
 
     def _check_wait(self, plan: StepPlan) -> None:
@@ -256,8 +272,8 @@ class World:
                 self.is_paused = True
                 return Pause(release=rng.random() < 0.5)
             case 1:
-                self.version += 1
-                return SetWeights(self.version, rng.random() < 0.5, identity(self.version))
+                recompute = rng.random() < 0.6
+                return set_weights(self.versions, recompute, rng.choice((0, 1, 1, 2, 9)) if recompute else 0)
             case 2:
                 return ResetCache()
             case 3 if rng.random() < 0.3:
@@ -290,6 +306,7 @@ class World:
             needs_last_token=rng.random() < 0.2,
             max_depth=rng.choice((None, None, 0, 2)),
             computes_prompt=rng.random() < 0.1,
+            keeps_pages=rng.random() < 0.3,
         )
         self.num_submitted += 1
         for seq_id in submit.seq_ids:
@@ -321,5 +338,5 @@ class World:
             values = hashes(document)
             for number, key in enumerate(page_keys(document, size, cache_salt(b"", b""))):
                 if self.rng.random() < 0.9:
-                    content = [(b"", value, 0) for value in values[number * size : (number + 1) * size]]
+                    content = [((b"", False), value, 0) for value in values[number * size : (number + 1) * size]]
                     self.device.tiers[key.digest] = "disk", content

@@ -359,7 +359,7 @@ def test_calls(scripted):
     llm.reset_prefix_cache()
     with pytest.raises(RequestError, match="level is 3; allowed: 1 or 2"):
         llm.sleep(3)
-    with pytest.raises(RequestError, match="policy is 'mix'; allowed: keep, recompute or abort"):
+    with pytest.raises(RequestError, match="policy is 'mix'; allowed: keep, recompute, keep-session, abort"):
         llm.update_weights("x", policy="mix")
 
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from glm5.rl.environments.workers import RemoteEpisode
 from glm5.rl.loop import run
 from glm5.rl.records.store import Records, read_groups
 from glm5.rl.replay import replay
+from tests.support.latency import Latency, slow
 from tests.support.rl_recipe import small_recipe
 from tests.unit.rl.test_loop import finish, killing_engine, run_until, steps_of
 
@@ -36,6 +38,25 @@ def test_rollouts_go_on_while_the_trainer_learns(tmp_path):
     assert max(line["staleness/max"] for line in lines) == 1
     assert all(line["group/dropped"] == 0 for line in lines)
     assert all(not one.tensors for one in replay(tmp_path / "run", 5))
+
+
+@pytest.mark.slow
+def test_later_turns_go_on_from_older_keys(tmp_path, monkeypatch):
+    monkeypatch.setattr(RemoteEpisode, "step", RemoteEpisode.step)  # as it is, afterwards
+    slow(Latency(0, 0.05))  # or no group would be under way when weights are pushed
+    kept = ("asynchronous.policy='keep-session'", "asynchronous.max_key_age=1", "asynchronous.max_staleness=2")
+    run(small_recipe(tmp_path, *ASYNC, *kept, "warm_start.steps=60", "lr=1e-3", "evaluation.every=5"))
+    check(tmp_path / "run", 2, 5)
+    lines = steps_of(tmp_path / "run")
+    assert max(line["keys/age_max"] for line in lines) == 1
+    groups = [group for step in range(1, 6) for group in read_groups(Records(tmp_path / "run"), step)]
+    sampled = [one for group in groups for rollout in group.rollouts for one in rollout.tree.segments if one.is_sampled]
+    older = [one for one in sampled if one.key_versions]
+    assert older, "no turn came after a push"
+    assert any(one.context_versions and one.context_versions[0][0] < one.versions[0] for one in older)
+    for one in older:
+        assert all(0 <= version - oldest <= 1 for version, oldest in zip(one.versions, one.key_versions, strict=True))
+    assert all(not one.tensors for one in replay(tmp_path / "run", 5)), "training depends on what the cache had"
 
 
 @pytest.mark.long

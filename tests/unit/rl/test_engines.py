@@ -8,6 +8,7 @@ import pytest
 
 from glm5.common.errors import ConfigError, EngineDead
 from glm5.config.rl import Rollouts
+from glm5.engine.frontend.outputs import Delta
 from glm5.rl.loop import run
 from glm5.rl.rollouts.engines import RESTARTS, Engines
 from glm5.rl.rollouts.policy import Policy
@@ -112,7 +113,7 @@ class Scripted:
     def kill(self, reason: str) -> None:
         self.stopped_because = reason
 
-    async def update_weights(self, source, *, policy, version, channel) -> None:
+    async def update_weights(self, source, *, policy, version, max_key_age, channel) -> None:
         if self.stopped_because:
             raise EngineDead(self.stopped_because)
         self.version = version
@@ -142,9 +143,10 @@ class Answers:
                     raise EngineDead("it was killed")
                 self.engine.left -= 1
                 end = "length" if place == self.params.max_tokens else None
-                values = {"tempered_logprobs": (-1.0,), "version": self.engine.version, "sampling_mask": ()}
+                values = {"tempered_logprobs": (-1.0,), "version": self.engine.version}
                 values |= {"token_ids": (self.last + place,)} | (self.engine.nonsense if place == 3 else {})
-                yield SimpleNamespace(index=index, finish_reason=end, routed_experts=None, **values)
+                ids = values.pop("token_ids")
+                yield Delta(ids, (), end, index=index, **values)
         await asyncio.sleep(0)
 
 

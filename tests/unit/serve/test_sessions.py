@@ -9,8 +9,9 @@ import pytest
 
 from glm5.chat.template import ChatTemplate
 from glm5.config.serve import ServeConfig
-from glm5.rl.gateway.session import Session
+from glm5.rl.gateway.session import Ruled, Session
 from glm5.serve.app import create_app
+from glm5.serve.gateway import gateway
 from glm5.serve.http.keys import KeyRing, plain_keys
 from glm5.serve.http.server import bind, serving
 from tests.support.agents import DIALECTS, Agent, RandomEngine
@@ -127,6 +128,20 @@ def test_answers_of_one_request_are_siblings(seed):
     assert [one["parent"] for one in shown["segments"]] == [None, 0, 0]
     assert [one["abandoned"] for one in shown["segments"]] == [False, True, False]
     assert len(engine.said) == 2
+
+
+@pytest.mark.parametrize("keeps_pages", [True, False])
+def test_a_trainer_decides_whether_a_sessions_pages_outlive_pushes(seed, keeps_pages):
+    tokenizer = tiny_tokenizer()
+    engine, template = RandomEngine(tokenizer, seed), ChatTemplate.bundled("glm-5.2", tokenizer)
+    with gateway(engine, template, tokenizer, environment={}) as opened:
+        url = opened.begin("a", Ruled({}, {}, 64, 5, keeps_pages))
+        headers = {"Authorization": f"Bearer {opened.key}"}
+        with httpx.Client(base_url=url.removesuffix("/sessions/a"), headers=headers, timeout=60) as client:
+            ask(client, "hi", cache_salt="the agent's")
+        assert opened.end("a").tree.num_sampled
+    assert engine.options["keeps_pages"] == keeps_pages
+    assert engine.options["cache_salt"].endswith("/5" if keeps_pages else "/the agent's")
 
 
 def test_a_begun_reply_is_a_conversation_of_its_own(seed):
