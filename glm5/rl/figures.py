@@ -22,6 +22,10 @@ _NAMES = {
 }
 
 
+MOST_AGED = 4
+"""Pushes: the last column of the histogram of staleness has tokens of this age and older ones."""
+
+
 def figures_of(version: int, groups: Sequence[Group], trained: Trained, times: Mapping[str, float]) -> dict[str, float]:
     """`version`: of the weights with which the step started. `times`: seconds of its phases."""
     repairs = trained.repairs
@@ -101,4 +105,9 @@ def _staleness(newest: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
         if segment.is_sampled
         for version in segment.versions
     ]
-    return {"staleness/mean": mean(ages), "staleness/max": max(ages)} if ages else {}
+    if not ages:
+        return {}
+    shares = np.bincount(np.clip(ages, 0, MOST_AGED), minlength=MOST_AGED + 1) / len(ages)
+    return {"staleness/mean": mean(ages), "staleness/max": max(ages)} | {
+        f"staleness/share_{age}": share for age, share in enumerate(shares) if max(ages)
+    }
