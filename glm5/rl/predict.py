@@ -32,7 +32,7 @@ CALIBRATED = 10
 """Steps that a prediction needs at least."""
 _EPISODES, _LEAST_STEPS, _MOST_TURNS = 4000, 9, 8  # of a simulation; an episode of more turns has longer ones
 _NEAR = 1.05  # of the fastest: fewer engines or rollouts that take no longer are as good
-_MOST = 1e6  # seconds and tokens that are believed
+_MOST, _TAIL = 1e6, 4.0  # seconds and tokens that are believed; of the longest episode of a step, where more are drawn
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,8 @@ class _Episode:
 
 
 class _Simulation:
+    """A run from its beginning, on a clock that is counted, as AsyncRollouts and the loop conduct it."""
+
     def __init__(self, recipe: RLRecipe, profile: Profile, concurrency: int, num_engines: int) -> None:
         cfg, rollouts = recipe.asynchronous, recipe.rollouts
         assert cfg is not None
@@ -179,7 +181,7 @@ class _Simulation:
         self._playing: dict[int, tuple[Any, list[Rollout], set[int]]] = {}
         self._taken: list[float] = []  # when each step got its batch
         self._done: list[float] = []  # and when it ended
-        largest = 1 - 0.5 / (rollouts.groups * rollouts.group_size + 1)
+        largest = max(0.95, 1 - 0.5 / (rollouts.groups * rollouts.group_size + 1))
         self._places = [NormalDist().inv_cdf(min(share, largest)) for share in QUANTILES.values()]
 
     def run(self) -> dict[str, float]:
@@ -230,11 +232,13 @@ class _Simulation:
                 self._sample(_Episode(start.number, index, engine, turns, float(tokens[index]), float(waits[index])))
 
     def _drawn(self, quantiles: Sequence[float], number: int) -> NDArray[np.float64]:
-        """From a distribution with these quantiles, log-normal between two of them and above the last."""
+        """From a distribution with these quantiles, log-normal between two of them and above the last, up to `_TAIL`
+        times the last."""
         logs, places = np.log(np.maximum(quantiles, 1e-9)), self._places
         z = self.random.standard_normal(number)
         slope = (logs[-1] - logs[-2]) / (places[-1] - places[-2])
-        return np.exp(np.interp(z, places, logs) + slope * np.maximum(z - places[-1], 0))
+        beyond = np.minimum(slope * np.maximum(z - places[-1], 0), math.log(_TAIL))
+        return np.exp(np.interp(z, places, logs) + beyond)
 
     def _sample(self, episode: _Episode) -> None:
         self._order += 1

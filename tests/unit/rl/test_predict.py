@@ -14,11 +14,12 @@ import pytest
 from glm5.cli.main import main
 from glm5.rl.build import environments_of
 from glm5.rl.environments.protocol import Task
+from glm5.rl.figures import _staleness
 from glm5.rl.orchestrator.rollouts import AsyncRollouts
 from glm5.rl.predict import CALIBRATED, Profile, bound, measured_profile, predicted
 from glm5.rl.report import comparison
 from glm5.rl.rollout import Rollout
-from glm5.rl.segments import Segment
+from glm5.rl.segments import Segment, SegmentTree
 from glm5.rl.tasks import TaskSource
 from glm5.rl.view.timeline import MOST_STEPS, timeline
 from glm5.rl.waits import FIGURES, EngineMeter, beside, episode_figures, measured, waited
@@ -55,6 +56,28 @@ def test_engines_share_their_sequences(tmp_path):
     assert found["time/step"] == pytest.approx(10 * (0.05 + 0.04) + 3 + 5)
     halved = predicted(recipe_of(tmp_path), EVEN, concurrency=8)  # two times 8
     assert halved["time/step"] == pytest.approx(2 * (10 * (0.05 + 0.08) + 3) + 5)
+
+
+def test_each_environment_has_its_own_times(tmp_path):
+    recipe = recipe_of(tmp_path, 'environment=[{name="guess"},{name="sort"}]')
+    times = {name: OWN | {"environment_s": [seconds] * 4} for name, seconds in (("guess", 3.0), ("sort", 7.0))}
+    found = predicted(recipe, replace(EVEN, step_s=0.0, token_s=0.0, episodes=times))
+    assert found["time/step"] == pytest.approx(7 + 5)
+    rollouts = AsyncRollouts(recipe, TaskSource(recipe, environments_of(recipe)), 0)
+    rollouts.dispatcher.services["sort"].running = 3
+    rollouts._drops["guess"] = 2
+    found = rollouts.figures()
+    assert (found["dispatcher/groups/guess"], found["dispatcher/groups/sort"]) == (0, 3)
+    assert found["staleness/dropped_groups/guess"] == 2
+    assert rollouts.figures()["staleness/dropped_groups/guess"] == 0
+
+
+def test_the_histogram_of_staleness():
+    rollout = Rollout(Task("guess", 0, 0, (), {}), 0)
+    rollout.tree.add(Segment([0] * 8, is_sampled=True, logprobs=[0.0] * 8, versions=[9, 9, 9, 9, 8, 5, 2, 0]))
+    found = _staleness(9, [rollout])
+    assert [found[f"staleness/share_{age}"] for age in range(5)] == [0.5, 0.125, 0, 0, 0.375]
+    assert "staleness/share_0" not in _staleness(9, [replace(rollout, tree=SegmentTree())])
 
 
 def on_the_orchestrator(recipe, seed: int, steps: int) -> dict[str, float]:
