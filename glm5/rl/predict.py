@@ -28,7 +28,7 @@ from glm5.rl.rollout import Group, Rollout
 from glm5.rl.segments import Segment
 from glm5.rl.waits import QUANTILES, in_words
 
-CALIBRATED = 10
+CALIBRATED = 20
 """Steps that a prediction needs at least."""
 _EPISODES, _LEAST_STEPS, _MOST_TURNS = 4000, 9, 8  # of a simulation; an episode of more turns has longer ones
 _NEAR = 1.05  # of the fastest: fewer engines or rollouts that take no longer are as good
@@ -37,22 +37,26 @@ _MOST, _TAIL = 1e6, 4.0  # seconds and tokens that are believed; of the longest 
 
 @dataclass(frozen=True)
 class Profile:
-    """Seconds of a decoding step and of each of its tokens, of a trainer's step and of a push; of each environment the
-    QUANTILES of "tokens" and "environment_s", and "turns". `source` says where they come from."""
+    """Seconds of a decoding step and of each of its tokens, of a trainer's step and of a push; those of an episode that
+    neither engine nor environment explains; of each environment the QUANTILES of "tokens" and "environment_s", and
+    "turns". `source` says where they come from."""
 
     step_s: float
     token_s: float
     train_s: float
     push_s: float
+    other_s: float
     episodes: Mapping[str, Mapping[str, Sequence[float]]]
     source: str
 
 
 def measured_profile(recipe: RLRecipe, lines: Sequence[Mapping[str, Any]]) -> Profile | None:
-    """Medians of an earlier run's last 100 steps; None where it has fewer than CALIBRATED."""
-    steps = [one for one in lines if {"engines/step_s", "episode/turns", "time/push"} <= one.keys()][-100:]
+    """Medians of an earlier run's last 100 steps, without its first third, in which short episodes end before long
+    ones; None where it has fewer steps than CALIBRATED."""
+    steps = [one for one in lines if {"engines/step_s", "time/push"} <= one.keys()]
     if len(steps) < CALIBRATED:
         return None
+    steps = steps[len(steps) // 3 :][-100:]
 
     def of(name: str, least: float = 0.0) -> float:
         found = median([one[name] for one in steps if one.get(name, -1.0) >= least] or [0.0])
@@ -65,15 +69,18 @@ def measured_profile(recipe: RLRecipe, lines: Sequence[Mapping[str, Any]]) -> Pr
         episodes[name] = columns | {"turns": [of(f"episode/turns{own}")]}
     pushing = fmean(one["time/push"] for one in steps) / 2  # steps without a push take less
     train, push = of("time/train") + of("time/record"), of("time/push", pushing)
-    speed = of("engines/step_s"), of("engines/token_s")
-    return Profile(*speed, train, push, episodes, f"the medians of {len(steps)} steps in {recipe.folder}")
+    step, token, sampling = of("engines/step_s"), of("engines/token_s"), of("episode/s") - of("episode/environment_s")
+    # As many sequences at a time as come in a second, times the seconds that each takes (Little's law).
+    at_once = of("perf/rollout_tok_s") * sampling / max(1.0, of("episode/tokens")) / _num_engines(recipe)
+    other = max(0.0, sampling - of("episode/tokens") * (step + token * at_once))
+    return Profile(step, token, train, push, other, episodes, f"the medians of {len(steps)} steps in {recipe.folder}")
 
 
 def bound(recipe: RLRecipe, token_s: float, train_s: float) -> Profile:
     """Without an earlier run: every episode has as many tokens as fit, in one turn, and environments answer at once."""
     own = {"tokens": [recipe.rollouts.max_model_len] * 4, "environment_s": [0.0] * 4, "turns": [1.0]}
     source = "the recipe's limits, without latency: a short run measures both"
-    return Profile(0.0, token_s, train_s, 0.0, {one.name: own for one in recipe.environment}, source)
+    return Profile(0.0, token_s, train_s, 0.0, 0.0, {one.name: own for one in recipe.environment}, source)
 
 
 def predicted(
@@ -226,7 +233,8 @@ class _Simulation:
             rollouts = [Rollout(task, start.number) for _ in range(size)]
             self._playing[start.number] = start, rollouts, set(range(size))
             turns = min(_MOST_TURNS, max(1, round(own["turns"][0])))
-            tokens, waits = (self._drawn(own[key], size) / turns for key in ("tokens", "environment_s"))
+            tokens = self._drawn(own["tokens"], size) / turns
+            waits = (self._drawn(own["environment_s"], size) + self.profile.other_s) / turns
             for index, rollout in enumerate(rollouts):
                 rollout.tree.add(Segment([0], is_sampled=True, logprobs=[0.0], versions=[start.version]))
                 self._sample(_Episode(start.number, index, engine, turns, float(tokens[index]), float(waits[index])))

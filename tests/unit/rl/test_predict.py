@@ -27,7 +27,7 @@ from tests.support.rl_recipe import recipe_file, small_recipe
 from tests.support.virtual_time import virtual_time
 
 OWN = {"tokens": [10.0] * 4, "environment_s": [3.0] * 4, "turns": [2.0]}
-EVEN = Profile(0.05, 0.01, 4.0, 1.0, {"guess": OWN}, "made up")  # 16 episodes: 10 * (0.05 + 0.16) + 3 seconds
+EVEN = Profile(0.05, 0.01, 4.0, 1.0, 0.0, {"guess": OWN}, "made up")  # 16 episodes: 10 * (0.05 + 0.16) + 3 seconds
 LOG_NORMAL = [math.exp(1.2 * z) for z in (-1.2816, 0.0, 1.2816, 1.8627)]  # the last is that of 16
 BUDGET = 0.15  # of step time and drops; at most 0.06 and 0.10 with seeds 0 to 7
 
@@ -137,7 +137,7 @@ def test_as_the_orchestrator_itself(tmp_path, seed):
     real = on_the_orchestrator(recipe, seed, 150)
     places = [*LOG_NORMAL[:3], math.exp(1.2 * 2.16)]  # of 32
     own = {"tokens": [0.0] * 4, "environment_s": places, "turns": [1.0]}
-    profile = Profile(0.0, 0.0, 0.2, 0.0, {"guess": own}, "made up")
+    profile = Profile(0.0, 0.0, 0.2, 0.0, 0.0, {"guess": own}, "made up")
     found = predicted(recipe, profile)
     off = {name: found[name] / value - 1 for name, value in real.items()}
     print(f"seed {seed}: {real}, predicted {found}, off by {off}")
@@ -158,6 +158,9 @@ def test_an_earlier_run_says_how_long_things_take(tmp_path):
     recipe = recipe_of(tmp_path)
     lines = [line_of(number, **{"time/push": 1.0 if number % 4 == 0 else 0.0}) for number in range(1, 21)]
     assert replace(measured_profile(recipe, lines), source="made up") == EVEN
+    more = [one | {"perf/rollout_tok_s": 10.0, "episode/s": 7.0, "episode/tokens": 10.0} for one in lines]
+    more = [one | {"episode/environment_s": 3.0} for one in more]  # 4 seconds of sampling, 4 sequences at a time
+    assert measured_profile(recipe, more).other_s == pytest.approx(4 - 10 * (0.05 + 4 * 0.01))
     assert measured_profile(recipe, lines[: CALIBRATED - 1]) is None
     hostile = [{**one, "engines/step_s": math.nan, "time/train": -1.0, "episode/turns": 1e300} for one in lines]
     assert predicted(recipe, measured_profile(recipe, hostile))["time/step"] > 0
@@ -183,7 +186,7 @@ def test_a_dry_run_predicts(tmp_path, capsys):
     (tmp_path / "run/metrics.jsonl").write_text("".join(lines))
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert "0.0 % of episodes stale (the medians of 20 steps in " in said
+    assert "0.0 % of episodes stale (the medians of 14 steps in " in said
     for part in ("  by rollouts.concurrency: 4 ", "  by engines: 1 ", "  work of a step: engines "):
         assert part in said
 
