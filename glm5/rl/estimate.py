@@ -23,6 +23,7 @@ from glm5.engine.cache.kv_cache import KVCache
 from glm5.model.glm5 import Glm5
 from glm5.rl.algorithms.table import preset_of
 from glm5.rl.build import environments_of, num_pages, num_rollouts
+from glm5.rl.predict import Profile, advice, bound, measured_profile
 from glm5.rl.tasks import TaskSource
 from glm5.rl.training.critic import is_learning
 from glm5.rl.training.policy import SPARSE, choose_parameters
@@ -73,6 +74,7 @@ def estimate(recipe: RLRecipe) -> str:
         [
             *lines,
             f"time: about {format_duration(seconds * recipe.steps)}, {seconds:.3g} s a step ({source})",
+            *(() if recipe.asynchronous is None else advice(recipe, profile_of(cfg, recipe))),
             f"{recipe.folder}: a state {state / GIB:.3g} GiB, records {recipe.records.max_gb:g}; {free / GIB:.3g} free",
             recipe_json(recipe),
         ]
@@ -137,10 +139,24 @@ def step_seconds(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, str]:
     measured = [line["time/step"] for line in read_lines(recipe.folder / FILE) if "time/step" in line]
     if len(measured) >= 2:
         return median(measured[-100:]), f"the median of {len(measured[-100:])} that were measured"
+    sampling, training = token_seconds(cfg, recipe)
+    return (sampling + training) * max_tokens(recipe), "at most, by the speed of matrix products"
+
+
+def token_seconds(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, float]:
+    """Seconds of a token in sampling and in training, by the speed of matrix products."""
     # A rollout is a forward pass, training one with twice that backward, an exact pass a further forward.
-    passes = 1 + (4 if recipe.exact else 3)
-    flops = flops_per_token(cfg, recipe.rollouts.max_model_len, SPARSE) / 3 * passes * max_tokens(recipe)
-    return flops / (EFFICIENCY * matmul_speed(device_of(recipe.device))), "at most, by the speed of matrix products"
+    flops = flops_per_token(cfg, recipe.rollouts.max_model_len, SPARSE) / 3
+    forward = flops / (EFFICIENCY * matmul_speed(device_of(recipe.device)))
+    return forward, forward * (4 if recipe.exact else 3)
+
+
+def profile_of(cfg: ModelConfig, recipe: RLRecipe) -> Profile:
+    """What a prediction goes by: an earlier run, else the recipe's limits."""
+    if (found := measured_profile(recipe, read_lines(recipe.folder / FILE))) is not None:
+        return found
+    sampling, training = token_seconds(cfg, recipe)
+    return bound(recipe, sampling, training * max_tokens(recipe))
 
 
 def max_tokens(recipe: RLRecipe) -> int:

@@ -22,6 +22,10 @@ _NAMES = {
 }
 
 
+MOST_AGED = 4
+"""Pushes: the last column of the histogram of staleness has tokens of this age and older ones."""
+
+
 def figures_of(version: int, groups: Sequence[Group], trained: Trained, times: Mapping[str, float]) -> dict[str, float]:
     """`version`: of the weights with which the step started. `times`: seconds of its phases."""
     repairs = trained.repairs
@@ -104,7 +108,9 @@ def _staleness(newest: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
     if not tokens:
         return {}
     ages, of_keys = [newest - version for version, _ in tokens], [version - oldest for version, oldest in tokens]
-    return {
+    shares = np.bincount(np.clip(ages, 0, MOST_AGED), minlength=MOST_AGED + 1) / len(ages)
+    found = {f"staleness/share_{age}": share for age, share in enumerate(shares) if max(ages)}
+    return found | {
         "staleness/mean": mean(ages),
         "staleness/max": max(ages),
         "keys/older_frac": mean([float(age > 0) for age in of_keys]),

@@ -37,6 +37,7 @@ from glm5.rl.environments.workers import EnvironmentWorkers
 from glm5.rl.evaluate import evaluate
 from glm5.rl.figures import figures_of
 from glm5.rl.orchestrator.rollouts import AsyncRollouts
+from glm5.rl.predict import CALIBRATED, measured_profile, predicted
 from glm5.rl.records.digest import digests
 from glm5.rl.records.store import RecordWriter
 from glm5.rl.report import REPORT, write_report
@@ -50,7 +51,8 @@ from glm5.rl.rollouts.refill import refilled
 from glm5.rl.state import RunState
 from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
 from glm5.rl.training.policy import SPARSE
-from glm5.rl.watch import Watch
+from glm5.rl.waits import EngineMeter, beside, episode_figures, in_words, is_predicted, measured, waited
+from glm5.rl.watch import FILE, Watch, read_lines
 from glm5.train.metrics import flops_per_token, memory
 from glm5.train.stage_trainer import device_of
 from glm5.train.state import locked, writing_to
@@ -79,29 +81,31 @@ def run(
     """
     out, device = recipe.folder, device_of(recipe.device)
     with locked(out):
+        earlier = read_lines(out / FILE)
         if restart:
             for name in ("state.pt", "metrics.jsonl", "recipe.json", REPORT):
                 (out / name).unlink(missing_ok=True)
             for name in ("policy", "quantized", "tokenizer", "records"):
                 shutil.rmtree(out / name, ignore_errors=True)
         with current(device), arithmetic(recipe, device):
-            job = Run(recipe, out, device, unsafe_local=unsafe_local, open_gateway=open_gateway)
+            job = Run(recipe, out, device, earlier, unsafe_local=unsafe_local, open_gateway=open_gateway)
             return job.folder if job.is_done else asyncio.run(job.run())
 
 
 class Run:
-    """A run of a recipe."""
+    """A run of a recipe. `earlier`: the lines of metrics of the one before it, or of its own earlier part."""
 
     def __init__(
         self,
         recipe: RLRecipe,
         out: Path,
         device: torch.device,
+        earlier: Sequence[Mapping[str, Any]] = (),
         *,
         unsafe_local: bool,
         open_gateway: OpenGateway | None,
     ) -> None:
-        self.recipe, self.out, self.device = recipe, out, device
+        self.recipe, self.out, self.device, self.earlier = recipe, out, device, earlier
         self.state = RunState(out, recipe)
         self.records = RecordWriter(out, recipe.records.max_gb * 2**30, recipe.records.every)
         saved = self.state.read()
@@ -117,7 +121,7 @@ class Run:
         self.engines: Engines | None = None
         self.open_gateway = open_gateway
         self.gateways = Gateways(self._open)
-        self.has_restarted = False
+        self.has_restarted, self.meter = False, EngineMeter()
         if saved is not None:
             self.number = self.saved = saved["step"]
             self.tasks.load_state(saved["ladders"])
@@ -151,6 +155,8 @@ class Run:
                     await self._alive(self._push, is_dead=True)
                     gc.collect()
                     gc.freeze()  # what is there stays; no collection needs to visit it again
+                    self.is_predicted = self.rollouts is None or is_predicted(read_lines(self.out / FILE))
+                    await self._predict(self.earlier)
                     await self._steps(interrupted)
                 finally:
                     if self.rollouts is not None:
@@ -160,6 +166,10 @@ class Run:
                         await self.engines.close()
         with writing_to(self.out / REPORT):
             write_report(self.out, self.recipe)
+        lines = read_lines(self.out / FILE)
+        logger.info("%s", waited(lines))
+        if beside(lines):
+            logger.info("measured: %s", in_words(measured(lines)))
         return self.folder
 
     async def _steps(self, interrupted: Sequence[Any]) -> None:
@@ -188,6 +198,7 @@ class Run:
         self.number += 1
         self.has_restarted = False
         await self._alive(self._push)
+        stats = await self._alive(self._stats)
         pushed = time.monotonic()
         await asyncio.to_thread(self._record, groups, trained)
         waited = "rollout" if self.rollouts is None else "wait_for_batch"
@@ -198,11 +209,28 @@ class Run:
         if self.pushed is not None:
             rate = self.pushed["bytes"] / 1e9 / self.pushed["seconds"]
             figures |= {"push/gb_s": rate, "push/stopped_s": self.pushed["stopped_seconds"]}
+        figures["wait/trainer"] = times[waited] / figures["time/step"]
+        figures |= self.meter.figures(stats)
         if self.rollouts is not None:
             figures |= self.rollouts.figures()
+        else:
+            figures |= episode_figures([one for group in groups for one in group.rollouts])
         if self.recipe.rollouts.devices:
             figures["engines/lost"] = self.harness.policy.engines.num_lost
         self.watch.step(self.number, figures)
+        if not self.is_predicted and self.number % CALIBRATED == 0:
+            await self._predict(read_lines(self.out / FILE))
+
+    async def _predict(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write down what the steps of an asynchronous run will be like, once there are some to go by."""
+        if self.is_predicted or (profile := measured_profile(self.recipe, lines)) is None:
+            return
+        self.is_predicted, figures = True, await asyncio.to_thread(predicted, self.recipe, profile)
+        self.watch.predicted(self.number, figures)
+        logger.info("predicted: %s (%s)", in_words(figures), profile.source)
+
+    async def _stats(self) -> list[dict[str, Any]]:
+        return await self.harness.policy.engines.stats()
 
     def _train(self, groups: Sequence[Group]) -> Trained:
         with current(self.device):

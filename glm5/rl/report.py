@@ -8,6 +8,8 @@ from typing import Any
 
 from glm5.common.plot import plot
 from glm5.config.rl import RLRecipe
+from glm5.rl.figures import MOST_AGED
+from glm5.rl.waits import PREDICTED, beside
 from glm5.rl.watch import FILE, read_lines
 from glm5.train.report import write_page
 
@@ -24,6 +26,8 @@ TOGETHER = (
     ("adv/min", "adv/mean", "adv/max"),
     ("len/mean", "len/max"),
     ("staleness/mean", "staleness/max"),
+    tuple(f"staleness/share_{age}" for age in range(MOST_AGED + 1)),
+    ("wait/trainer", "wait/engines", "wait/environment"),
     ("group/padded", "group/dropped"),
     ("time/step", "time/rollout", "time/train", "time/push", "time/record"),
 )
@@ -34,7 +38,8 @@ _IN_TABLE = ("reward/mean", "eval/mean", "entropy", "len/mean", "turns/mean", "t
 def write_report(out: Path, recipe: RLRecipe) -> Path:
     """Write the page from metrics.jsonl, atomically; returns its path."""
     lines = read_lines(out / FILE)
-    return write_page(out / REPORT, recipe.name, table(lines) + "".join(plots(lines, recipe.steps)))
+    tables = table(lines) + comparison(lines)
+    return write_page(out / REPORT, recipe.name, tables + "".join(plots(lines, recipe.steps)))
 
 
 def plots(lines: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
@@ -42,7 +47,8 @@ def plots(lines: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
     found: dict[str, list[tuple[float, float]]] = {}
     for line in lines:
         for name, value in line.items():
-            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+            is_curve = name != "step" and not name.startswith(PREDICTED)
+            if is_curve and isinstance(value, int | float) and math.isfinite(value):
                 found.setdefault(name, []).append((line["step"], value))
     passes = tuple(name for name in found if name.startswith("eval/pass@"))
     shared = {name for names in TOGETHER for name in names} | set(passes)
@@ -60,3 +66,13 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
             cells = "".join(f"<td>{value:.4g}</td>" for value in (values[0], values[-1]))
             rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
     return f"<table><tr><th></th><th>first</th><th>last</th></tr>{''.join(rows)}</table>"
+
+
+def comparison(lines: Sequence[Mapping[str, Any]]) -> str:
+    """What was predicted of an asynchronous run beside what was measured; empty where nothing was predicted."""
+    rows = [
+        f"<tr><th>{html.escape(name)}</th><td>{said:.4g}</td><td>{found:.4g}</td></tr>"
+        for name, (said, found) in beside(lines).items()
+    ]
+    head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
+    return f"<table>{head}{''.join(rows)}</table>" if rows else ""

@@ -13,7 +13,8 @@ class Rollout:
 
     `rewards`: named parts, whose sum is `reward`. `failure`: why it could not be finished, by a fault that it did not
     cause. `is_withheld`: its reward counts in its group, and none of its tokens is trained. `temperature`, `top_p`,
-    `top_k`, `min_p`: of its sampling. `seed`: of its first request; unique in a run.
+    `top_k`, `min_p`: of its sampling. `seed`: of its first request; unique in a run. `environment_seconds`: the part of
+    its `seconds` in which it waited for its environment; 0 for an agent that is a program.
     """
 
     task: Task
@@ -32,6 +33,7 @@ class Rollout:
     failure: FailureKind | None = None
     failure_reason: str = ""
     seconds: float = 0.0
+    environment_seconds: float = 0.0
 
     @property
     def reward(self) -> float:

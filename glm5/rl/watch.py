@@ -15,6 +15,7 @@ from glm5.common.bounded import TABLES, read_bounded_text
 from glm5.common.errors import TrainingError
 from glm5.common.extras import require
 from glm5.config.rl import RLRecipe
+from glm5.rl.waits import PREDICTED
 from glm5.train.metrics import check_board, short
 from glm5.train.progress_table import LEAST_WIDTH, ProgressTable, clock_of, columns
 from glm5.train.state import writing_to
@@ -24,7 +25,16 @@ logger = logging.getLogger(__name__)
 FILE = "metrics.jsonl"
 SHOWN = ("reward/mean", "entropy", "is/mask_frac", "kl/mismatch", "len/mean", "grad/norm", "perf/rollout_tok_s")
 """In a log's line of a step; the table on a terminal has more, on its right side without means."""
-_RIGHT = ("eval/mean", "eval/pass@1", "time/rollout", "time/train", "time/push", "perf/rollout_tok_s", "perf/mfu")
+_RIGHT = (
+    "eval/mean",
+    "eval/pass@1",
+    "time/rollout",
+    "time/train",
+    "time/push",
+    "wait/trainer",
+    "perf/rollout_tok_s",
+    "perf/mfu",
+)
 _LEFT = (*SHOWN[:-1], "turns/mean", "group/dropped")
 
 
@@ -87,6 +97,10 @@ class Watch:
             self._live.held_out(metrics)
             return
         self._say(f"{self._recipe.name} {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+    def predicted(self, step: int, figures: Mapping[str, float]) -> None:
+        """What was predicted of the run after `step` steps."""
+        self._write({"step": step, **{PREDICTED + name: value for name, value in figures.items()}})
 
     def release(self) -> None:
         """Other output follows."""

@@ -1,7 +1,7 @@
 """Asynchronous rollouts with an engine and environments: groups are played as tasks of asyncio, all the time."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import astuple
@@ -13,9 +13,10 @@ from glm5.rl.build import num_rollouts
 from glm5.rl.orchestrator.concurrency import AdaptiveConcurrency
 from glm5.rl.orchestrator.dispatcher import Dispatcher, Limits, Service, Start
 from glm5.rl.orchestrator.sink import Drops, Sink
-from glm5.rl.rollout import Group
+from glm5.rl.rollout import Group, Rollout
 from glm5.rl.rollouts.collect import AnyHarness, Draw, play_group
 from glm5.rl.tasks import TaskSource
+from glm5.rl.waits import episode_figures
 
 MOST_DROPPED = 8
 """Batches' worth of groups of one environment that may be dropped in a row."""
@@ -43,6 +44,8 @@ class AsyncRollouts:
         self._draws: dict[int, Draw] = {}  # of groups that are under way or in the sink
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._dropped = dict.fromkeys(services, 0)  # in a row
+        self._drops = Counter[str]()  # groups that figures are to tell of, by environment
+        self._ended: list[Rollout] = []  # that figures are to tell of
         self._error: Exception | None = None
         self._changed = asyncio.Event()
 
@@ -93,17 +96,26 @@ class AsyncRollouts:
         self._error = None
 
     def figures(self) -> dict[str, float]:
-        """Of the present moment, and what was dropped since they were last asked for."""
+        """Of the present moment, what was dropped since they were last asked for, and each batch's worth of episodes
+        that ended."""
         drops, self.sink.drops = self.sink.drops, Drops()
+        ended = list[Rollout]()
+        if len(self._ended) >= self.limits.groups * self.limits.group_size:  # fewer would be the short ones
+            ended, self._ended = self._ended, []
         found = {
             "dispatcher/in_flight": self.dispatcher.in_flight,
             "dispatcher/allowed": self.dispatcher.concurrency,
             "dispatcher/held": len(self.sink.held),
             "staleness/dropped": drops.rollouts,
             "staleness/dropped_groups": drops.groups,
+            "staleness/checked": (self.limits.groups + drops.groups) * self.limits.group_size,
         }
         found |= {f"staleness/dropped_below_{length}_tokens": count for length, count in sorted(drops.lengths.items())}
-        return {name: float(value) for name, value in found.items()}
+        if len(services := self.dispatcher.services) > 1:
+            found |= {f"dispatcher/groups/{name}": one.running for name, one in services.items()}
+            found |= {f"staleness/dropped_groups/{name}": self._drops[name] for name in services}
+        self._drops.clear()
+        return {name: float(value) for name, value in found.items()} | episode_figures(ended)
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on needs: the next group's number, and tasks that were asked and not trained."""
@@ -132,6 +144,7 @@ class AsyncRollouts:
                 raise
             self._error = self._error or error
         else:
+            self._ended += [one for group in groups for one in group.rollouts]
             self.sink.add(self.dispatcher.end(start.number), groups)
         finally:
             del self._playing[start.number]
@@ -154,6 +167,7 @@ class AsyncRollouts:
             self.dispatcher.reopen(ended.start)
             del self._draws[ended.start.number]
             self._dropped[service] += 1
+            self._drops[service] += 1
             if self._dropped[service] > MOST_DROPPED * self.limits.groups:
                 reasons = [one.failure_reason for group in ended.groups for one in group.rollouts if one.failure]
                 raise TrainingError(

@@ -144,6 +144,7 @@ class Info(Struct):
     num_turns: Int
     messages: list[dict[str, Any]]
     is_withheld: bool = False
+    environment_seconds: float = 0.0
 
 
 class Trace(Struct):
@@ -188,6 +189,7 @@ class Trace(Struct):
             None if failure is None else msgspec.convert(failure.type, FailureKind),
             "" if failure is None else failure.message,
             self.timing.agent.end,
+            info.environment_seconds,
         )
 
 
@@ -209,7 +211,8 @@ def trace_of(rollout: Rollout, name: str, group: int, number: int, columns: Sequ
         rewards={part: Reward(score) for part, score in rollout.rewards.items()},
         metrics=dict(rollout.metrics),
         info=Info(
-            group, number, rollout.seed, *sampling, rollout.num_turns, _plain(rollout.messages), rollout.is_withheld
+            *(group, number, rollout.seed, *sampling, rollout.num_turns, _plain(rollout.messages)),
+            *(rollout.is_withheld, rollout.environment_seconds),
         ),
         stop_condition="failed" if failed else "truncated" if rollout.is_truncated else "done",
         ok=not failed,

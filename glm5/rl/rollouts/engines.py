@@ -167,6 +167,10 @@ class Engines:
 
     async def usage(self) -> float:
         """The share of the caches' pages that running requests use, of the fullest engine."""
-        stats = await asyncio.gather(*(engine.stats() for engine in self.alive), return_exceptions=True)
-        pages = [one["pages"] for one in stats if not isinstance(one, BaseException)]
+        pages = [one["pages"] for one in await self.stats()]
         return max((one["in_use"] / one["all"] for one in pages), default=0.0)
+
+    async def stats(self) -> list[dict[str, Any]]:
+        """Of each engine that answers (engine/core/stats.py)."""
+        stats = await asyncio.gather(*(engine.stats() for engine in self.alive), return_exceptions=True)
+        return [one for one in stats if not isinstance(one, BaseException)]

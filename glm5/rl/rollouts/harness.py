@@ -73,6 +73,7 @@ class _Player:
         self.harness, self.task, self.seed, self.number, self.episode = harness, task, seed, number, episode
         self._on_ended = on_ended
         self.seats: dict[int, Conversation] = {}
+        self.waited = 0.0  # seconds, for the environment
         self._began = time.monotonic()
 
     @property
@@ -106,6 +107,7 @@ class _Player:
         for seat in self.seats.values():
             seat.close()
             seat.rollout.seconds = time.monotonic() - self._began
+            seat.rollout.environment_seconds = self.waited
         self._on_ended(self.number)
 
     async def _play(self, episode: RemoteEpisode, sampled: Sampled | None) -> None:
@@ -122,7 +124,7 @@ class _Player:
             sampled = sampled or await self._sampled(seat, seat_number, num_turns)
             if sampled is None:
                 return
-            turn = await episode.step(self._said(seat, sampled))
+            turn = await self._step(episode, self._said(seat, sampled))
             num_turns, sampled = num_turns + 1, None
             if not turn.is_done:
                 seat_number = turn.seat
@@ -131,6 +133,13 @@ class _Player:
         for number, seat in self.seats.items():
             seat.rollout.rewards = dict(parts[number]) if number < len(parts) else {}
             seat.rollout.metrics = dict(turn.metrics)
+
+    async def _step(self, episode: RemoteEpisode, reply: Reply) -> Turn:
+        began = time.monotonic()
+        try:
+            return await episode.step(reply)
+        finally:
+            self.waited += time.monotonic() - began
 
     async def _sampled(self, seat: Conversation, *place: int | str) -> Sampled | None:
         """The next reply; None where the context is full, which earns nothing."""

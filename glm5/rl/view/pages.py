@@ -9,8 +9,10 @@ from urllib.parse import urlencode
 from glm5.chat.tokenizer import Tokenizer
 from glm5.rl.records.store import GroupHead, Head, Records
 from glm5.rl.records.trace import Trace
-from glm5.rl.report import plots, table
+from glm5.rl.report import comparison, plots, table
+from glm5.rl.view.timeline import timeline
 from glm5.rl.view.tokens import COLOURS, MAX_TOKENS, conversation, largest_advantage
+from glm5.rl.view.tree import tree
 from glm5.rl.watch import FILE, read_lines
 
 MAX_GROUPS, MAX_CHIPS = 500, 64
@@ -48,7 +50,8 @@ class RunPages:
         total = max((line["step"] for line in lines), default=1)
         kept = f"<h2>Steps</h2><p>{''.join(chips) or 'No rollouts are kept.'}</p>"
         curves = "".join(f'<div class="card">{figure}</div>' for figure in plots(lines, total))
-        return self._page([], f'{kept}{table(lines)}<h2>Curves</h2><div class="curves">{curves}</div>')
+        said = f"{kept}{table(lines)}{comparison(lines)}{timeline(lines)}"
+        return self._page([], f'{said}<h2>Curves</h2><div class="curves">{curves}</div>')
 
     def _step(self, step: int, first: int) -> str:
         groups = list(enumerate(self._known(step).groups))
@@ -84,9 +87,16 @@ class RunPages:
         )
         count = sum(len(node.token_ids) for node in trace.nodes)
         more = _more(here, {"rollout": str(chosen), "colour": colour}, first, MAX_TOKENS, count, "tokens")
+        shape = tree(
+            trace,
+            lambda number, token: (
+                f"{here}?{urlencode({'rollout': chosen, 'colour': colour, 'first': token - token % MAX_TOKENS})}"
+                f"#segment-{number}"
+            ),
+        )
         said = conversation(trace, self._text(), colour, largest_advantage(traces), first)
         body = (
-            f'<p>{chips}</p>{_facts(trace)}<nav aria-label="Colour of tokens">{choices}</nav>'
+            f'<p>{chips}</p>{_facts(trace)}{shape}<nav aria-label="Colour of tokens">{choices}</nav>'
             f'<p class="muted" id="legend">{html.escape(COLOURS[colour][1])}. Point at a token for all figures.</p>'
             f'<div id="conversation">{said}</div>{more}'
         )

@@ -99,8 +99,8 @@ def conversation(trace: Trace, tokenizer: Tokenizer, colour: str, largest: float
             body = html.escape("".join(map(texts, node.token_ids[start:stop])))
         kind = "sampled" if node.sampled else "context"
         parts.append(
-            f'<section class="segment {kind}"><h3>{role}<span class="muted"> segment {number}{after}, '
-            f'{len(node.token_ids):,} tokens</span></h3><p class="tokens">{body}</p></section>'
+            f'<section class="segment {kind}" id="segment-{number}"><h3>{role}<span class="muted"> segment '
+            f'{number}{after}, {len(node.token_ids):,} tokens</span></h3><p class="tokens">{body}</p></section>'
         )
     return "".join(parts)
 

@@ -209,7 +209,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(done, tmp_path, said):
     assert code == -signal.SIGKILL
     assert finish(tmp_path).returncode == 0
     assert weights_of(tmp_path / "run") == weights_of(done / "run")
-    measured = ("time/", "perf/", "push/")
+    measured = ("time/", "perf/", "push/", "wait/", "engines/", "episode/")
     timeless = [
         [{name: value for name, value in line.items() if not name.startswith(measured)} for line in lines]
         for lines in (read_lines(folder / "run/metrics.jsonl") for folder in (tmp_path, done))

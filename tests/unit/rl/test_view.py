@@ -1,5 +1,6 @@
 """The pages of a run: all are there, what they show is escaped, and a wrong address or a damaged record is one line."""
 
+import json
 import threading
 import xml.etree.ElementTree as ElementTree
 
@@ -10,11 +11,13 @@ from glm5.common.errors import GlmError
 from glm5.common.plot import plot
 from glm5.config.rl import RLRecipe
 from glm5.rl.records.store import Records
+from glm5.rl.records.trace import Node
 from glm5.rl.report import write_report
 from glm5.rl.rollout import Group
 from glm5.rl.view import pages
 from glm5.rl.view.server import serving
 from glm5.rl.view.tokens import COLOURS, Token, tokens_of
+from glm5.rl.view.tree import tree
 from tests.support.rl_run import random_rollout, task_of, write_run
 from tests.unit.rl.test_records import write
 
@@ -74,6 +77,60 @@ def test_a_conversation_is_shown_token_by_token(run, colour):
         if one["role"] == "assistant"
     )
     assert words(page.findall(".//section")[0]).endswith("<|user|>Guess 1 to 15<|assistant|>")
+
+
+def node(parent, count, *, masked=None, versions=(), sampled=False) -> Node:
+    columns = {"masked": masked, "versions": list(versions), "logprobs": [-1.0] * len(versions)}
+    return Node([0] * count, [sampled] * count, parent, {}, sampled, **columns)
+
+
+def test_a_tree_has_a_row_for_each_branch(run):
+    out, _ = run
+    trace = Records(out).group(3, 1)[2]
+    trace.nodes = [
+        node(None, 100),
+        node(0, 20, sampled=True, versions=[2] * 10 + [3] * 10, masked=[False] * 20),
+        node(0, 50),  # the history was edited
+        node(2, 10, sampled=True, versions=[3] * 10),
+        node(1, 30),
+        node(None, 5),  # a sub-agent
+        node(99, 1),  # of a damaged record
+    ]
+    text = tree(trace, lambda number, token: f"/x?first={token}&a=<#segment-{number}")
+    page = ElementTree.fromstring(text)
+    places = [(float(one.get("x")), int(one.get("y"))) for one in page.findall(".//rect")]
+    scale = 640 / 160
+    assert [y // 26 for _, y in places] == [0, 0, 1, 1, 0, 2, 3]
+    assert [round(x / scale) for x, _ in places] == [0, 100, 100, 150, 120, 0, 0]
+    kinds = [one.get("class") for one in page.findall(".//rect")]
+    assert kinds[1] == "node trained"
+    assert kinds[3] == "node untrained"
+    assert set(kinds) - set(kinds[1:4:2]) == {"node context"}
+    titles = [one.text for one in page.findall(".//title")]
+    assert titles[1] == "segment 1, after segment 0: 20 tokens, sampled, trained, weights of version 2 to 3"
+    assert titles[3] == "segment 3, after segment 2: 10 tokens, sampled, not trained, weights of version 3"
+    assert [one.get("href") for one in page.findall(".//a")][4] == "/x?first=180&a=<#segment-4"
+    assert len(page.findall(".//line")) == 1
+    assert "7 segments, branches: 4" in words(page)
+
+
+def test_a_segment_of_the_tree_leads_to_its_text(run):
+    page = body(run[1].get("/steps/3/groups/1", params={"rollout": 2, "colour": "mask"}).text)
+    links = [one.get("href") for one in page.findall(".//svg[@class='tree']/a")]
+    names = [one.get("id") for one in page.findall(".//section")]
+    assert [link.rpartition("#")[2] for link in links] == names
+    assert links[0] == "/steps/3/groups/1?rollout=2&colour=mask&first=0#segment-0"
+
+
+def test_the_run_shows_who_waited(tmp_path):
+    write_run(tmp_path / "run")
+    line = {"step": 4, "time/step": 2.0, "time/train": 1.5, "time/rollout": 0.5, "wait/trainer": 0.25}
+    with (tmp_path / "run/metrics.jsonl").open("a") as handle:
+        handle.write(json.dumps(line) + "\n")
+    page = body(pages.RunPages(tmp_path / "run").page([], {}))
+    (picture,) = page.findall(".//svg[@class='timeline']")
+    assert [one.get("width") for one in picture.findall("rect")] == ["160.00", "480.00", "0.00", "0.00"]
+    assert "trainer waited 25 %" in words(page)
 
 
 def test_colours_of_a_token():
