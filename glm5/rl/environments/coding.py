@@ -15,8 +15,7 @@ from threading import Lock
 from typing import Any
 
 from glm5.rl.environments.boxes import NO_BOXES, Boxes, Completed
-from glm5.rl.environments.families import Level
-from glm5.rl.environments.programs import EASY, HARD, MEDIUM, Program
+from glm5.rl.environments.programs import Program, levels
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
 from glm5.rl.environments.single_turn import SingleTurn
 
@@ -59,7 +58,7 @@ class Coding(Environment):
     name = "code"
 
     def __init__(self, boxes: Boxes = NO_BOXES) -> None:
-        self._levels: Sequence[Level] = (EASY, MEDIUM, HARD)
+        self._levels = levels()
         self._boxes = boxes
         self._runs: dict[tuple[str, str], _Run] = {}
         self._lock = Lock()
@@ -139,7 +138,7 @@ def _function_of(source: str) -> Any:
 
 
 def results_of(source: str, inputs: Sequence[Any]) -> list[Any]:
-    """What a right solution returns for each input. `source` is one of programs.py, never a reply."""
+    """What a right solution returns for each input. `source` is one of programs.toml, never a reply."""
     function = _function_of(source)
     return [function(*arguments) for arguments in inputs]
 

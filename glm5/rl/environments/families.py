@@ -4,19 +4,33 @@
     def sum_of_two(a, b):
         return Question(f"What is {a} + {b}?", a + b)
 
+In a file (`read_levels`) a family is a table of TOML, with Jinja in it:
+
+    [[easy]]
+    grid = { "a b" = "range(10, 1000)" }
+    text = "What is {{ a }} + {{ b }}?"
+    answer = "a + b"
+
 Question number i of a family takes point permutation(i) of the grid of its parameters: all points once, in an order
 that looks random, and only then the first again. A level takes its families in turn.
 """
 
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import prod
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment as Jinja
+from jinja2 import StrictUndefined
 
 from glm5.rl.environments.answers import is_right, is_short, spelled
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
 from glm5.rl.environments.single_turn import SingleTurn
+
+_EXPRESSIONS = ("answer", "arguments", "num_inputs")
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,38 @@ class Level:
         """What seed 0, 1, ... makes."""
         number, family = divmod(seed, len(self.families))
         return self.families[family].make(**self.families[family].point(number))
+
+
+def read_levels(name: str, make: Callable[..., Any], calls: Mapping[str, Any]) -> list[Level]:
+    """The levels of name.toml beside this file. `make`: from what a family's table has beside these:
+
+        grid    a list of choices for each parameter, or an expression; names that share them are in one key
+        let     more names, each for an expression (optional)
+
+    These are templates, but for those in _EXPRESSIONS. Expressions know `calls`, and the lists of the table [choices].
+    """
+    tables = tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
+    jinja = Jinja(undefined=StrictUndefined)
+    jinja.globals |= {**calls, **tables.pop("choices", {})}
+
+    def expression(text: str) -> Callable[..., Any]:
+        return jinja.compile_expression(text, undefined_to_none=False)
+
+    def family(grid: dict[str, Any], let: Mapping[str, str] = {}, **parts: Any) -> Family:
+        computed = {key: expression(text) for key, text in let.items()}
+        parts = {
+            key: expression(part) if key in _EXPRESSIONS else jinja.from_string(part).render
+            for key, part in parts.items()
+        }
+
+        def made(**point: Any) -> Any:
+            point |= {key: compute(point) for key, compute in computed.items()}
+            return make(**{key: part(point) for key, part in parts.items()})
+
+        choices = {key: expression(one)() if isinstance(one, str) else one for key, one in grid.items()}
+        return Family(made, {key: choices[keys] for keys in choices for key in keys.split()})
+
+    return [Level([family(**one) for one in level]) for level in tables.values()]
 
 
 def shuffled(number: int, size: int) -> int:
