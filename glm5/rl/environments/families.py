@@ -30,7 +30,7 @@ from glm5.rl.environments.answers import is_right, is_short, spelled
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
 from glm5.rl.environments.single_turn import SingleTurn
 
-_EXPRESSIONS = ("answer", "arguments", "num_inputs")
+_EXPRESSIONS = ("answer", "arguments", "num_inputs", "rows", "lookups")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Level:
         return self.families[family].make(**self.families[family].point(number))
 
 
-def read_levels(name: str, make: Callable[..., Any], calls: Mapping[str, Any]) -> list[Level]:
+def read_levels(name: str, make: Callable[..., Any], *calls: Callable[..., Any]) -> list[Level]:
     """The levels of name.toml beside this file. `make`: from what a family's table has beside these:
 
         grid    a list of choices for each parameter, or an expression; names that share them are in one key
@@ -93,7 +93,7 @@ def read_levels(name: str, make: Callable[..., Any], calls: Mapping[str, Any]) -
     """
     tables = tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
     jinja = Jinja(undefined=StrictUndefined)
-    jinja.globals |= {**calls, **tables.pop("choices", {})}
+    jinja.globals |= {one.__name__: one for one in calls} | tables.pop("choices", {})
 
     def expression(text: str) -> Callable[..., Any]:
         return jinja.compile_expression(text, undefined_to_none=False)

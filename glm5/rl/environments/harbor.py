@@ -49,7 +49,7 @@ class TerminalTasks(Environment):
     num_turns: int = NUM_TURNS
     sandbox_levels: Sequence[int] = (0,)
 
-    def __init__(self, boxes: Boxes) -> None:
+    def __init__(self, boxes: Boxes = NO_BOXES) -> None:
         self._boxes = boxes
 
     def made(self, seed: int, level: int) -> HarborTask:

@@ -10,8 +10,8 @@ from glm5.rl.environments.families import Question, Questions, read_levels
 @cache
 def mathematics() -> Questions:
     """The environment."""
-    calls = (Fraction, abs, comb, gcd, lcm, pow, term, num_throws, num_divisors, num_fillings, recurring, geometric_sum)
-    return Questions("math", read_levels("mathematics", Question, {one.__name__: one for one in calls}))
+    of_numbers = (Fraction, abs, comb, gcd, lcm, pow, num_throws, num_divisors, num_fillings, recurring, geometric_sum)
+    return Questions("math", read_levels("mathematics", Question, term, *of_numbers))
 
 
 def term(factor: int, name: str) -> str:

@@ -1,10 +1,10 @@
 """Descriptions of functions with right solutions (programs.toml), for `coding.py`."""
 
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from random import Random
+from string import ascii_lowercase
 from typing import Any
 
 from glm5.rl.environments.families import Level, read_levels
@@ -29,9 +29,7 @@ class Program:
 
 @cache
 def levels() -> list[Level]:
-    calls = (repr, number, numbers, word, two, weighed, intervals, postfix)
-    names = {one.__name__: one for one in calls} | {"letters": string.ascii_lowercase}
-    return read_levels("programs", Program, names)
+    return read_levels("programs", Program, repr, number, numbers, word, two, weighed, intervals, postfix)
 
 
 def number(low: int, high: int) -> Arguments:
@@ -42,7 +40,7 @@ def numbers(low: int, high: int, most: int = 12) -> Arguments:
     return lambda random: [[random.randint(low, high) for _ in range(random.randint(0, most))]]
 
 
-def word(letters: str = string.ascii_lowercase, most: int = 12) -> Arguments:
+def word(letters: str = ascii_lowercase, most: int = 12) -> Arguments:
     return lambda random: ["".join(random.choices(letters, k=random.randint(0, most)))]
 
 

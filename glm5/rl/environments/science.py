@@ -13,8 +13,7 @@ Substance = tuple[str, int, int]
 @cache
 def science() -> Questions:
     """The environment."""
-    calls = (Fraction, factor, short, mass, molar, equation)
-    return Questions("science", read_levels("science", Question, {one.__name__: one for one in calls}))
+    return Questions("science", read_levels("science", Question, Fraction, factor, short, mass, molar, equation))
 
 
 def factor(name: str) -> Fraction:
