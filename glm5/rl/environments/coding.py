@@ -8,16 +8,18 @@ output without end) earns 0. The reward is 1 if all inputs give the right result
 import json
 import re
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 from threading import Lock
 from typing import Any
 
-from glm5.rl.environments.boxes import NO_BOXES, Boxes, Completed
+from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.programs import Program, levels
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
 from glm5.rl.environments.single_turn import SingleTurn
+from glm5.rl.sandbox.sandbox import Completed
 
 MAX_CHARS = 20_000
 """The longest program that is run."""
@@ -106,14 +108,10 @@ class Coding(Environment):
     def _run(self, program: str, inputs: str) -> Completed | None:
         """How it ended; None where it broke its box."""
         box = self._boxes.open()
-        try:
+        with suppress(OSError), closing(box):
             box.write("solution.py", program.encode(errors="replace"))
             box.write("run.py", _RUNNER)
             return box.run([self._boxes.python, "-B", "run.py"], timeout=SECONDS, stdin=inputs.encode())
-        except OSError:
-            return None
-        finally:
-            box.close()
 
 
 def _read(printed: bytes) -> list[Any]:

@@ -21,7 +21,7 @@ from glm5.rl.environments.protocol import Environment, Episode, EpisodeFailed
 from glm5.rl.environments.table import make
 from glm5.rl.environments.wire import LENGTH, TooLarge, as_json, as_reply, as_task, frame
 from glm5.rl.sandbox.backends import Backend
-from glm5.rl.sandbox.sandbox import Limits, Sandbox, SandboxFailed
+from glm5.rl.sandbox.sandbox import SandboxFailed
 
 NUM_THREADS = 8
 _MAX_REASON = 2000
@@ -59,10 +59,7 @@ class Worker:
     def _start(self, request: Mapping[str, Any]) -> dict[str, list[Any]]:
         os.chdir(request["folder"])  # names of environments may be paths
         sys.path.extend(path for path in request["path"] if path not in sys.path)
-        boxes = NO_BOXES
-        if request["sandbox"] is not None:
-            backend = Backend(**request["sandbox"])
-            boxes = Boxes(lambda **limits: Sandbox(backend, Limits(**limits)), backend.python)
+        boxes = NO_BOXES if request["sandbox"] is None else Boxes.of(Backend(**request["sandbox"]))
         for name in request["names"]:
             environment = make(name, boxes)
             self._environments |= {name: environment, environment.name: environment}
