@@ -59,7 +59,7 @@ class ShownGames:
 
     def _chats(self, number: int, seed: int) -> list[Chat]:
         """Of each player of an episode. ConfigError for a solution that only a sandbox can play."""
-        name = self._mixture.draw(number).environment
+        name = self._mixture.draw(number)
         environment = self._environments[name]
         task = environment.task(*self._tasks.sections[name].shown(number))
         try:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import permutations, product
 from random import Random
 
-from glm5.rl.environments.protocol import Message, Playable, Reply, Task, Turn
+from glm5.rl.environments.protocol import Episode, Message, Playable, Reply, Task, Turn
 
 CARDS = "JQK"
 DEALS = tuple(permutations(CARDS, 2))
@@ -102,11 +102,11 @@ class Kuhn(Playable):
         return Reply(random.choice(list(ACTIONS)))
 
 
-class KuhnEpisode:
+class KuhnEpisode(Episode):
     """One game."""
 
     def __init__(self, task: Task) -> None:
-        self.messages: Sequence[Message] = task.messages
+        self.messages = task.messages
         self._deal: list[str] = task.data["deal"]
         self._history = ""
 
@@ -122,9 +122,6 @@ class KuhnEpisode:
         other = 1 - seat
         told = _asked(self._deal[1], action) if other == 1 else {"role": "user", "content": WORDS[action]}
         return Turn((told,), seat=other)
-
-    def close(self) -> None:
-        pass
 
 
 def _end(rewards: tuple[float, float], *, is_illegal: bool) -> Turn:
