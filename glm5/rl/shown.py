@@ -63,7 +63,7 @@ class ShownGames:
         environment = self._environments[name]
         task = environment.task(*self._tasks.sections[name].shown(number))
         try:
-            if _is_random(environment):
+            if hasattr(environment, "random_reply"):
                 chats = play_randomly(environment, task, Random(f"{seed} {number}")).conversations  # pyright: ignore[reportArgumentType]
             else:
                 chats = play_solution(environment, task)
@@ -120,7 +120,3 @@ def _shown(where: tuple[str, Path]) -> tuple[ShownGames, TokenChat]:
 def _start_worker(parent: int) -> None:
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-
-
-def _is_random(environment: Environment) -> bool:
-    return hasattr(environment, "random_reply")

@@ -70,7 +70,7 @@ class Coding(Environment):
         program: Program = self._levels[level].made(seed)
         random = Random(f"code {level} {seed}")
         inputs = [program.arguments(random) for _ in range(program.num_inputs)]
-        example = f"{_call(inputs[0])} is {results_of(program.source, inputs[:1])[0]!r}"
+        example = f"f({', '.join(map(repr, inputs[0]))}) is {results_of(program.source, inputs[:1])[0]!r}"
         asked = {"role": "user", "content": f"Write a Python function {program.text} For example, {example}."}
         return Task(self.name, seed, level, (asked,), {"source": program.source, "inputs": inputs})
 
@@ -83,7 +83,9 @@ class Coding(Environment):
     def _scored(self, reply: Reply, task: Task) -> Turn:
         wanted = results_of(task.data["source"], task.data["inputs"])
         returned = self._returned(program_of(reply.content), task.data["inputs"])
-        passed = sum(_same(got, [right]) for got, right in zip(returned, wanted, strict=False)) / len(wanted)
+        # As JSON, since True is not 1.
+        pairs = zip(map(json.dumps, returned), (json.dumps([right]) for right in wanted), strict=False)
+        passed = sum(got == right for got, right in pairs) / len(wanted)
         return Turn(is_done=True, rewards={"right": float(passed == 1)}, metrics={"passed": passed})
 
     def _returned(self, program: str, inputs: Sequence[Any]) -> list[Any]:
@@ -139,12 +141,3 @@ def results_of(source: str, inputs: Sequence[Any]) -> list[Any]:
     """What a right solution returns for each input. `source` is one of programs.toml, never a reply."""
     function = _function_of(source)
     return [function(*arguments) for arguments in inputs]
-
-
-def _same(got: Any, wanted: Any) -> bool:
-    """Equal values of equal types: True is not 1."""
-    return json.dumps(got) == json.dumps(wanted)
-
-
-def _call(arguments: Sequence[Any]) -> str:
-    return f"f({', '.join(map(repr, arguments))})"

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 from glm5.common.errors import GlmError, reason_of
 from glm5.rl.environments.boxes import NO_BOXES, Boxes
-from glm5.rl.environments.protocol import Environment, Episode, EpisodeFailed
+from glm5.rl.environments.protocol import Environment, Episode, EpisodeFailed, Reply
 from glm5.rl.environments.table import make
-from glm5.rl.environments.wire import LENGTH, TooLarge, as_json, as_reply, as_task, frame
+from glm5.rl.environments.wire import LENGTH, TooLarge, as_json, as_task, frame
 from glm5.rl.sandbox.backends import Backend
 from glm5.rl.sandbox.sandbox import SandboxFailed
 
@@ -80,7 +80,7 @@ class Worker:
         return list(episode.messages)
 
     def _step(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        turn = self.episodes[request["episode"]].step(as_reply(request["reply"]))
+        turn = self.episodes[request["episode"]].step(Reply(**request["reply"]))
         if turn.is_done:
             with suppress(Exception):
                 self._close(request)
