@@ -22,7 +22,7 @@ from glm5.config.rl import RLRecipe
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.records.digest import digests
 from glm5.rl.records.store import Records, read_groups, spans
-from glm5.rl.records.trace import Columns
+from glm5.rl.records.trace import StepColumns
 from glm5.rl.state import RunState
 from glm5.rl.trainer import PolicyTrainer, arithmetic
 from glm5.train.stage_trainer import device_of
@@ -87,9 +87,7 @@ def _redo(trainer: PolicyTrainer, records: Records, step: int) -> Difference:
     return Difference(step, differing, len(weights), token)
 
 
-def _other_logprobs(
-    records: Records, step: int, columns: Sequence[Sequence[Sequence[Columns | None]]]
-) -> Iterator[str]:
+def _other_logprobs(records: Records, step: int, columns: StepColumns) -> Iterator[str]:
     """Places of tokens whose log-probability in training is not the recorded one."""
     for traces, of_group in zip(records.groups(step), columns, strict=True):
         for trace, of_rollout in zip(traces, of_group, strict=True):

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Any
 
 from glm5.rl.environments.boxes import NO_BOXES, Boxes
-from glm5.rl.environments.programs import Program, levels
+from glm5.rl.environments.programs import Program, program_levels
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
 from glm5.rl.environments.single_turn import SingleTurn
 from glm5.rl.sandbox.sandbox import Completed
@@ -57,17 +57,15 @@ class _Run:
 class Coding(Environment):
     """`boxes`: where programs run."""
 
-    name = "code"
+    name, levels, sandbox_levels = "code", 3, range(3)
 
     def __init__(self, boxes: Boxes = NO_BOXES) -> None:
-        self._levels = levels()
         self._boxes = boxes
         self._runs: dict[tuple[str, str], _Run] = {}
         self._lock = Lock()
-        self.levels, self.sandbox_levels = len(self._levels), range(len(self._levels))
 
     def task(self, seed: int, level: int) -> Task:
-        program: Program = self._levels[level].made(seed)
+        program: Program = program_levels()[level].made(seed)
         random = Random(f"code {level} {seed}")
         inputs = [program.arguments(random) for _ in range(program.num_inputs)]
         example = f"f({', '.join(map(repr, inputs[0]))}) is {results_of(program.source, inputs[:1])[0]!r}"

@@ -28,7 +28,7 @@ class Program:
 
 
 @cache
-def levels() -> list[Level]:
+def program_levels() -> list[Level]:
     return read_levels("programs", Program, repr, number, numbers, word, two, weighed, intervals, postfix)
 
 

@@ -63,8 +63,10 @@ class Worker:
         for name in request["names"]:
             environment = make(name, boxes)
             self._environments |= {name: environment, environment.name: environment}
-        scoring = [name for name, one in self._environments.items() if _scores_groups(one)]
-        quick = [(name, level) for name, one in self._environments.items() for level in _quick_levels(one)]
+        known = self._environments.items()
+        scoring = [name for name, one in known if type(one).score_group is not Environment.score_group]
+        levels = ((name, one, level) for name, one in known if one.is_quick for level in range(one.levels))
+        quick = [(name, level) for name, one, level in levels if level not in one.sandbox_levels]
         return {"quick": quick, "scoring": scoring}
 
     def _task(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,15 +95,6 @@ class Worker:
     def _score_group(self, request: Mapping[str, Any]) -> list[float]:
         task = as_task(request["task"])
         return list(self._environments[task.environment].score_group(task, request["rewards"]))
-
-
-def _quick_levels(environment: Environment) -> list[int]:
-    levels = range(environment.levels) if environment.is_quick else ()
-    return [level for level in levels if level not in environment.sandbox_levels]
-
-
-def _scores_groups(environment: Environment) -> bool:
-    return type(environment).score_group is not Environment.score_group
 
 
 def _failure(error: Exception) -> dict[str, Any]:
