@@ -1,10 +1,6 @@
 """Families of questions with parameters, so that no two questions are equal and each has an answer by construction.
 
-    @levels[0].family(a=range(10, 1000), b=range(10, 1000))
-    def sum_of_two(a, b):
-        return Question(f"What is {a} + {b}?", a + b)
-
-In a file (`read_levels`) a family is a table of TOML, with Jinja in it:
+A family is a table of TOML with Jinja in it (`read_levels`):
 
     [[easy]]
     grid = { "a b" = "range(10, 1000)" }
@@ -17,7 +13,7 @@ that looks random, and only then the first again. A level takes its families in 
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 from pathlib import Path
@@ -62,20 +58,11 @@ class Family:
         return chosen
 
 
-@dataclass
+@dataclass(frozen=True)
 class Level:
     """The families of a level."""
 
-    families: list[Family] = field(default_factory=list[Family])
-
-    def family(self, **grid: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: adds a function of these parameters."""
-
-        def add(make: Callable[..., Any]) -> Callable[..., Any]:
-            self.families.append(Family(make, grid))
-            return make
-
-        return add
+    families: Sequence[Family]
 
     def made(self, seed: int) -> Any:
         """What seed 0, 1, ... makes."""
@@ -84,12 +71,13 @@ class Level:
 
 
 def read_levels(name: str, make: Callable[..., Any], *calls: Callable[..., Any]) -> list[Level]:
-    """The levels of name.toml beside this file. `make`: from what a family's table has beside these:
+    """The levels of name.toml beside this file, of whose families each has
 
-        grid    a list of choices for each parameter, or an expression; names that share them are in one key
-        let     more names, each for an expression (optional)
+        grid      for each parameter a list of choices, or an expression; names that share them are in one key
+        let       more names, each for an expression (optional)
+        others    arguments of `make`: templates, or expressions where _EXPRESSIONS has the key
 
-    These are templates, but for those in _EXPRESSIONS. Expressions know `calls`, and the lists of the table [choices].
+    Expressions know `calls` by their names, and the lists of the table [choices].
     """
     tables = tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
     jinja = Jinja(undefined=StrictUndefined)
