@@ -14,6 +14,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -137,15 +138,12 @@ def _failures(bench: _Bench, task: Task) -> Iterator[tuple[str, str]]:
 
 def _reward(environment: Environment, task: Task, replies: Sequence[Reply]) -> float:
     """Of these replies; those after them are empty."""
-    episode = environment.reset(task)
-    try:
+    with closing(environment.reset(task)) as episode:
         for turn in range(max(environment.num_turns, len(replies))):
             answer = episode.step(replies[turn] if turn < len(replies) else Reply(""))
             if answer.is_done:
                 return sum(answer.rewards.values())
         return 0.0
-    finally:
-        episode.close()
 
 
 def _found(bench: _Bench, task: Task) -> list[str]:
@@ -153,15 +151,12 @@ def _found(bench: _Bench, task: Task) -> list[str]:
     if not (texts := list(bench.environment.hidden(task))):
         return []
     bench.opened.clear()
-    episode = bench.environment.reset(task)
-    try:
+    with closing(bench.environment.reset(task)) as episode:
         episode.step(bench.environment.unsolved(task)[0])
         if not bench.opened:
             return []
         searched = bench.opened[0].run([bench.python, "-I", "-S", "-c", _SEARCH], 60, json.dumps(texts).encode())
         return [texts[place] for place in json.loads(searched.stdout)]
-    finally:
-        episode.close()
 
 
 def _table(rows: Sequence[Any]) -> str:

@@ -21,8 +21,8 @@ from glm5.config.refusal import first_error
 from glm5.config.rl import RLRecipe
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.records.digest import digests
-from glm5.rl.records.store import Head, Records, read_groups, spans
-from glm5.rl.records.trace import Columns
+from glm5.rl.records.store import Records, read_groups, spans
+from glm5.rl.records.trace import StepColumns
 from glm5.rl.state import RunState
 from glm5.rl.trainer import PolicyTrainer, arithmetic
 from glm5.train.stage_trainer import device_of
@@ -79,27 +79,15 @@ def replay(out: Path, step: int) -> Iterator[Difference]:
 
 
 def _redo(trainer: PolicyTrainer, records: Records, step: int) -> Difference:
-    groups, head = read_groups(records, step), records.head(step)
+    groups, recorded = read_groups(records, step), records.head(step).weights
     scores = trainer.train(groups, step - 1).scores
-    return _compare(records, head, digests(trainer.learnt()), scores.by_segment(groups))
+    weights = digests(trainer.learnt())
+    differing = [name for name in {**recorded, **weights} if weights.get(name) != recorded.get(name)]
+    token = next(_other_logprobs(records, step, scores.by_segment(groups)), "") if differing else ""
+    return Difference(step, differing, len(weights), token)
 
 
-def _compare(
-    records: Records,
-    head: Head,
-    weights: dict[str, str],
-    columns: Sequence[Sequence[Sequence[Columns | None]]],
-) -> Difference:
-    differing = [name for name in {**head.weights, **weights} if weights.get(name) != head.weights.get(name)]
-    token = ""
-    if differing:
-        token = next(_other_logprobs(records, head.step, columns), "")
-    return Difference(head.step, differing, len(weights), token)
-
-
-def _other_logprobs(
-    records: Records, step: int, columns: Sequence[Sequence[Sequence[Columns | None]]]
-) -> Iterator[str]:
+def _other_logprobs(records: Records, step: int, columns: StepColumns) -> Iterator[str]:
     """Places of tokens whose log-probability in training is not the recorded one."""
     for traces, of_group in zip(records.groups(step), columns, strict=True):
         for trace, of_rollout in zip(traces, of_group, strict=True):

@@ -59,11 +59,11 @@ class ShownGames:
 
     def _chats(self, number: int, seed: int) -> list[Chat]:
         """Of each player of an episode. ConfigError for a solution that only a sandbox can play."""
-        name = self._mixture.draw(number).environment
+        name = self._mixture.draw(number)
         environment = self._environments[name]
         task = environment.task(*self._tasks.sections[name].shown(number))
         try:
-            if _is_random(environment):
+            if hasattr(environment, "random_reply"):
                 chats = play_randomly(environment, task, Random(f"{seed} {number}")).conversations  # pyright: ignore[reportArgumentType]
             else:
                 chats = play_solution(environment, task)
@@ -120,7 +120,3 @@ def _shown(where: tuple[str, Path]) -> tuple[ShownGames, TokenChat]:
 def _start_worker(parent: int) -> None:
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-
-
-def _is_random(environment: Environment) -> bool:
-    return hasattr(environment, "random_reply")

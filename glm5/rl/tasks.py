@@ -128,7 +128,7 @@ class TaskSource:
 
     def environment_of(self, number: int) -> str:
         """Whose turn group `number` is."""
-        return self._mixture.draw(number).environment
+        return self._mixture.draw(number)
 
     def next_of(self, name: str, number: int) -> Draw:
         """The next task of an environment, for group `number`."""

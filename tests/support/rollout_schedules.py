@@ -93,7 +93,7 @@ class Simulation:
         return step * self.limits.groups
 
     def _service_of(self, place: int) -> str:
-        return self.mixture.draw(place).environment
+        return self.mixture.draw(place)
 
     def run(self) -> None:
         self._fill()

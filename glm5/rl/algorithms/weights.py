@@ -7,7 +7,6 @@ function below, the gradient of this loss is that of the algorithm's own. A toke
 0 and exactly no gradient; it stays in the denominator. Names: `ratios.py`; A is the advantage.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,9 +20,6 @@ class Weights(NamedTuple):
 
     weight_T: Tensor
     masked_T: Tensor
-
-
-PolicyWeight = Callable[[Ratios], Weights]
 
 
 def icepop(of: Ratios, *, beta: float = 2.0, eps_low: float = 0.2, eps_high: float = 0.28) -> Weights:

@@ -8,17 +8,18 @@ output without end) earns 0. The reward is 1 if all inputs give the right result
 import json
 import re
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 from threading import Lock
 from typing import Any
 
-from glm5.rl.environments.boxes import NO_BOXES, Boxes, Completed
-from glm5.rl.environments.families import Level
-from glm5.rl.environments.programs import EASY, HARD, MEDIUM, Program
+from glm5.rl.environments.boxes import NO_BOXES, Boxes
+from glm5.rl.environments.programs import Program, program_levels
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
 from glm5.rl.environments.single_turn import SingleTurn
+from glm5.rl.sandbox.sandbox import Completed
 
 MAX_CHARS = 20_000
 """The longest program that is run."""
@@ -56,20 +57,18 @@ class _Run:
 class Coding(Environment):
     """`boxes`: where programs run."""
 
-    name = "code"
+    name, levels, sandbox_levels = "code", 3, range(3)
 
     def __init__(self, boxes: Boxes = NO_BOXES) -> None:
-        self._levels: Sequence[Level] = (EASY, MEDIUM, HARD)
         self._boxes = boxes
         self._runs: dict[tuple[str, str], _Run] = {}
         self._lock = Lock()
-        self.levels, self.sandbox_levels = len(self._levels), range(len(self._levels))
 
     def task(self, seed: int, level: int) -> Task:
-        program: Program = self._levels[level].made(seed)
+        program: Program = program_levels()[level].made(seed)
         random = Random(f"code {level} {seed}")
         inputs = [program.arguments(random) for _ in range(program.num_inputs)]
-        example = f"{_call(inputs[0])} is {results_of(program.source, inputs[:1])[0]!r}"
+        example = f"f({', '.join(map(repr, inputs[0]))}) is {results_of(program.source, inputs[:1])[0]!r}"
         asked = {"role": "user", "content": f"Write a Python function {program.text} For example, {example}."}
         return Task(self.name, seed, level, (asked,), {"source": program.source, "inputs": inputs})
 
@@ -82,7 +81,9 @@ class Coding(Environment):
     def _scored(self, reply: Reply, task: Task) -> Turn:
         wanted = results_of(task.data["source"], task.data["inputs"])
         returned = self._returned(program_of(reply.content), task.data["inputs"])
-        passed = sum(_same(got, [right]) for got, right in zip(returned, wanted, strict=False)) / len(wanted)
+        # As JSON, since True is not 1.
+        pairs = zip(map(json.dumps, returned), (json.dumps([right]) for right in wanted), strict=False)
+        passed = sum(got == right for got, right in pairs) / len(wanted)
         return Turn(is_done=True, rewards={"right": float(passed == 1)}, metrics={"passed": passed})
 
     def _returned(self, program: str, inputs: Sequence[Any]) -> list[Any]:
@@ -107,14 +108,10 @@ class Coding(Environment):
     def _run(self, program: str, inputs: str) -> Completed | None:
         """How it ended; None where it broke its box."""
         box = self._boxes.open()
-        try:
+        with suppress(OSError), closing(box):
             box.write("solution.py", program.encode(errors="replace"))
             box.write("run.py", _RUNNER)
             return box.run([self._boxes.python, "-B", "run.py"], timeout=SECONDS, stdin=inputs.encode())
-        except OSError:
-            return None
-        finally:
-            box.close()
 
 
 def _read(printed: bytes) -> list[Any]:
@@ -139,15 +136,6 @@ def _function_of(source: str) -> Any:
 
 
 def results_of(source: str, inputs: Sequence[Any]) -> list[Any]:
-    """What a right solution returns for each input. `source` is one of programs.py, never a reply."""
+    """What a right solution returns for each input. `source` is one of programs.toml, never a reply."""
     function = _function_of(source)
     return [function(*arguments) for arguments in inputs]
-
-
-def _same(got: Any, wanted: Any) -> bool:
-    """Equal values of equal types: True is not 1."""
-    return json.dumps(got) == json.dumps(wanted)
-
-
-def _call(arguments: Sequence[Any]) -> str:
-    return f"f({', '.join(map(repr, arguments))})"

@@ -1,22 +1,32 @@
 """Families of questions with parameters, so that no two questions are equal and each has an answer by construction.
 
-    @levels[0].family(a=range(10, 1000), b=range(10, 1000))
-    def sum_of_two(a, b):
-        return Question(f"What is {a} + {b}?", a + b)
+A family is a table of TOML with Jinja in it (`read_levels`):
+
+    [[easy]]
+    grid = { "a b" = "range(10, 1000)" }
+    text = "What is {{ a }} + {{ b }}?"
+    answer = "a + b"
 
 Question number i of a family takes point permutation(i) of the grid of its parameters: all points once, in an order
 that looks random, and only then the first again. A level takes its families in turn.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment as Jinja
+from jinja2 import StrictUndefined
 
 from glm5.rl.environments.answers import is_right, is_short, spelled
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
 from glm5.rl.environments.single_turn import SingleTurn
+
+_EXPRESSIONS = ("answer", "arguments", "num_inputs", "rows", "lookups")
 
 
 @dataclass(frozen=True)
@@ -48,25 +58,49 @@ class Family:
         return chosen
 
 
-@dataclass
+@dataclass(frozen=True)
 class Level:
     """The families of a level."""
 
-    families: list[Family] = field(default_factory=list[Family])
-
-    def family(self, **grid: Sequence[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator: adds a function of these parameters."""
-
-        def add(make: Callable[..., Any]) -> Callable[..., Any]:
-            self.families.append(Family(make, grid))
-            return make
-
-        return add
+    families: Sequence[Family]
 
     def made(self, seed: int) -> Any:
         """What seed 0, 1, ... makes."""
         number, family = divmod(seed, len(self.families))
         return self.families[family].make(**self.families[family].point(number))
+
+
+def read_levels(name: str, make: Callable[..., Any], *calls: Callable[..., Any]) -> list[Level]:
+    """The levels of name.toml beside this file, of whose families each has
+
+        grid      for each parameter a list of choices, or an expression; names that share them are in one key
+        let       more names, each for an expression (optional)
+        others    arguments of `make`: templates, or expressions where _EXPRESSIONS has the key
+
+    Expressions know `calls` by their names, and the lists of the table [choices].
+    """
+    tables = tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))
+    jinja = Jinja(undefined=StrictUndefined)
+    jinja.globals |= {one.__name__: one for one in calls} | tables.pop("choices", {})
+
+    def expression(text: str) -> Callable[..., Any]:
+        return jinja.compile_expression(text, undefined_to_none=False)
+
+    def family(grid: dict[str, Any], let: Mapping[str, str] = {}, **parts: Any) -> Family:
+        computed = {key: expression(text) for key, text in let.items()}
+        parts = {
+            key: expression(part) if key in _EXPRESSIONS else jinja.from_string(part).render
+            for key, part in parts.items()
+        }
+
+        def made(**point: Any) -> Any:
+            point |= {key: compute(point) for key, compute in computed.items()}
+            return make(**{key: part(point) for key, part in parts.items()})
+
+        choices = {key: expression(one)() if isinstance(one, str) else one for key, one in grid.items()}
+        return Family(made, {key: choices[keys] for keys in choices for key in keys.split()})
+
+    return [Level([family(**one) for one in level]) for level in tables.values()]
 
 
 def shuffled(number: int, size: int) -> int:

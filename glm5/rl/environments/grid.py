@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from random import Random
 
-from glm5.rl.environments.protocol import Message, Playable, Reply, Task, Turn
+from glm5.rl.environments.protocol import Episode, Playable, Reply, Task, Turn
 
 LEVELS = ((3, 0), (4, 3), (5, 6))
 """Of each: side, number of walls."""
@@ -76,11 +76,11 @@ def _moved(side: int, cell: Cell, move: str, walls: set[Cell]) -> Cell:
     return reached if reached not in walls and 0 <= reached[0] < side and 0 <= reached[1] < side else cell
 
 
-class GridEpisode:
+class GridEpisode(Episode):
     """One walk. A reply that is no row of steps ends it with reward 0, as do too many steps or replies."""
 
     def __init__(self, task: Task) -> None:
-        self.messages: Sequence[Message] = task.messages
+        self.messages = task.messages
         data = task.data
         self._side, self._way = data["side"], data["way"]
         self._cell, self._key, self._door = tuple(data["me"]), tuple(data["key"]), tuple(data["door"])
@@ -108,6 +108,3 @@ class GridEpisode:
 
     def _end(self, reward: float) -> Turn:
         return Turn(is_done=True, rewards={"door": reward}, metrics={"steps": float(self._num_steps)})
-
-    def close(self) -> None:
-        pass

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from random import Random
 
-from glm5.rl.environments.protocol import Message, Playable, Reply, Task, Turn
+from glm5.rl.environments.protocol import Episode, Playable, Reply, Task, Turn
 
 HIGHEST, NUM_GUESSES = 15, 4
 IGNORING_ANSWERS = NUM_GUESSES / HIGHEST
@@ -45,11 +45,11 @@ class Guess(Playable):
         return Reply(random.choice(actions))
 
 
-class GuessEpisode:
+class GuessEpisode(Episode):
     """One game."""
 
     def __init__(self, task: Task, *, can_crash: bool) -> None:
-        self.messages: Sequence[Message] = task.messages
+        self.messages = task.messages
         self._number: int = task.data["number"]
         self._can_crash, self._num_replies, self._num_crashes = can_crash, 0, 0
 
@@ -76,6 +76,3 @@ class GuessEpisode:
         if not re.fullmatch("[1-9][0-9]?", said) or int(said) > HIGHEST:
             return "illegal"
         return "equal" if int(said) == self._number else "lower" if self._number < int(said) else "higher"
-
-    def close(self) -> None:
-        pass

@@ -13,16 +13,18 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 from glm5.common.errors import ConfigError
-from glm5.rl.environments.boxes import NO_BOXES, Box, Boxes
+from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.harbor_task import HarborTask, read_task
 from glm5.rl.environments.protocol import Environment, EpisodeFailed, Message, Reply, Task, Turn, left_out
 from glm5.rl.environments.tool_use import LazyBox, ToolEpisode, call, function_tool
+from glm5.rl.sandbox.sandbox import Sandbox
 
 PREFIX = "harbor/"
 NUM_TURNS, MAX_TASKS, MAX_STORAGE_MB = 30, 10_000, 2000
@@ -49,7 +51,7 @@ class TerminalTasks(Environment):
     num_turns: int = NUM_TURNS
     sandbox_levels: Sequence[int] = (0,)
 
-    def __init__(self, boxes: Boxes) -> None:
+    def __init__(self, boxes: Boxes = NO_BOXES) -> None:
         self._boxes = boxes
 
     def made(self, seed: int, level: int) -> HarborTask:
@@ -162,7 +164,7 @@ class TerminalEpisode:
     def _start(self) -> LazyBox:
         return LazyBox(self._boxes, self._made.files, self._prepare)
 
-    def _prepare(self, box: Box) -> None:
+    def _prepare(self, box: Sandbox) -> None:
         made, room = self._made, self._made.config.environment
         lines = [f"(cd {shlex.quote(folder)}\n{line}\n)" for folder, line in made.setup]
         scripts = [shlex.quote(f"/{path}") for path, data in made.files.items() if data.startswith(b"#!")]
@@ -179,42 +181,34 @@ class TerminalEpisode:
     def _score(self, number: int) -> Turn:
         found = self._graded(number, self._box.open())
         if isinstance(found, str):
-            start = self._start()
-            try:
+            with closing(self._start()) as start:
                 again = self._graded(number, start.open())
-            finally:
-                start.close()
             if isinstance(again, str):
                 raise EpisodeFailed("environment", f"{self._made.name}: no reward, and none at the start: {again}")
             found = {"reward": 0.0, "broken": 1.0}
         return Turn(is_done=True, rewards={"reward": found["reward"]}, metrics=found)
 
-    def _graded(self, number: int, box: Box) -> dict[str, float] | str:
+    def _graded(self, number: int, box: Sandbox) -> dict[str, float] | str:
         """What the tests say of a copy of a box; or why they say nothing."""
         step, made = self._made.steps[number], self._made
         try:
-            copy = box.fresh_copy()
+            with closing(box.fresh_copy()) as copy:
+                clean = _CLEAN
+                if step.verifier.environment_mode == "separate":
+                    for each in step.verifier.collect:
+                        copy.run(self._argv(each.command), min(each.timeout_sec, COMMAND_SECONDS))
+                    clean = _keeping(made) + clean
+                done = copy.run(["/bin/bash", "-ec", clean], timeout=TESTS_SECONDS)
+                if done.exit_code:
+                    return f"what grading must not see is still there ({done.ended_by})"
+                for path, data in step.tests.items():
+                    copy.write(f"tests/{path}", data)
+                run = f"mkdir -p {shlex.quote(made.workdir)}; bash /tests/test.sh >/logs/verifier/test-stdout.txt 2>&1"
+                tests = self._argv(run, {**_GRADING, **step.verifier.env})
+                done = copy.run(tests, timeout=min(step.verifier.timeout_sec, TESTS_SECONDS))
+                return _reward(copy) if done.ended_by == "exit" else f"the tests were ended by {done.ended_by}"
         except OSError as error:
             return str(error)
-        try:
-            clean = _CLEAN
-            if step.verifier.environment_mode == "separate":
-                for each in step.verifier.collect:
-                    copy.run(self._argv(each.command), min(each.timeout_sec, COMMAND_SECONDS))
-                clean = _keeping(made) + clean
-            done = copy.run(["/bin/bash", "-ec", clean], timeout=TESTS_SECONDS)
-            if done.exit_code:
-                return f"what grading must not see is still there ({done.ended_by})"
-            for path, data in step.tests.items():
-                copy.write(f"tests/{path}", data)
-            command = f"mkdir -p {shlex.quote(made.workdir)}; bash /tests/test.sh >/logs/verifier/test-stdout.txt 2>&1"
-            tests = self._argv(command, {**_GRADING, **step.verifier.env})
-            done = copy.run(tests, timeout=min(step.verifier.timeout_sec, TESTS_SECONDS))
-            return _reward(copy) if done.ended_by == "exit" else f"the tests were ended by {done.ended_by}"
-        except OSError as error:
-            return str(error)
-        finally:
-            copy.close()
 
     def close(self) -> None:
         self._box.close()
@@ -230,7 +224,7 @@ def _keeping(made: HarborTask) -> str:
     return "\n".join([*lines, "chmod -R u+rwX app logs; rm -rf app logs; mkdir app", "cp -a .kept/. . "])
 
 
-def _reward(box: Box) -> dict[str, float] | str:
+def _reward(box: Sandbox) -> dict[str, float] | str:
     """Numbers by name, "reward" among them: where the tests give several without that name, their mean."""
     try:
         try:

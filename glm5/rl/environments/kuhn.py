@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import permutations, product
 from random import Random
 
-from glm5.rl.environments.protocol import Message, Playable, Reply, Task, Turn
+from glm5.rl.environments.protocol import Episode, Message, Playable, Reply, Task, Turn
 
 CARDS = "JQK"
 DEALS = tuple(permutations(CARDS, 2))
@@ -22,9 +22,9 @@ WORDS = {"p": "pass", "b": "bet"}
 ACTIONS = {word: letter for letter, word in WORDS.items()}
 ENDS = {"pp": (1, None), "bp": (1, 0), "pbp": (1, 1), "bb": (2, None), "pbb": (2, None)}
 """By history: what is won, and the seat that wins it (None: the higher card)."""
-HISTORIES = (("", "pb"), ("p", "b"))
-"""By seat: where it acts."""
-INFORMATION_SETS = tuple(card + history for seat in HISTORIES for history, card in product(seat, CARDS))
+SETS = tuple([card + history for history in of_seat for card in CARDS] for of_seat in (("", "pb"), ("p", "b")))
+"""By seat: the information sets where it acts."""
+INFORMATION_SETS = (*SETS[0], *SETS[1])
 GAME_VALUE = -1 / 18
 ILLEGAL = -2.0
 """Reward of a reply that is no action, as low as the worst loss. The other seat gets nothing."""
@@ -41,7 +41,7 @@ def value(policy_0: Policy, policy_1: Policy) -> float:
 def nash_conv(policy: Policy) -> float:
     """What best responses to `policy` win against it in both seats together. Exact: all pure responses are tried."""
     responses = [
-        [dict(zip(_sets(seat), bets, strict=True)) for bets in product((0.0, 1.0), repeat=6)] for seat in (0, 1)
+        [dict(zip(SETS[seat], bets, strict=True)) for bets in product((0.0, 1.0), repeat=6)] for seat in (0, 1)
     ]
     return max(value(pure, policy) for pure in responses[0]) - min(value(policy, pure) for pure in responses[1])
 
@@ -54,10 +54,6 @@ def conversation(information_set: str) -> list[Message]:
     if history == "pb":
         messages += [{"role": "assistant", "content": WORDS["p"]}, {"role": "user", "content": WORDS["b"]}]
     return messages
-
-
-def _sets(seat: int) -> list[str]:
-    return [card + history for history in HISTORIES[seat] for card in CARDS]
 
 
 def _value(deal: tuple[str, ...], history: str, policies: tuple[Policy, Policy]) -> float:
@@ -102,11 +98,11 @@ class Kuhn(Playable):
         return Reply(random.choice(list(ACTIONS)))
 
 
-class KuhnEpisode:
+class KuhnEpisode(Episode):
     """One game."""
 
     def __init__(self, task: Task) -> None:
-        self.messages: Sequence[Message] = task.messages
+        self.messages = task.messages
         self._deal: list[str] = task.data["deal"]
         self._history = ""
 
@@ -122,9 +118,6 @@ class KuhnEpisode:
         other = 1 - seat
         told = _asked(self._deal[1], action) if other == 1 else {"role": "user", "content": WORDS[action]}
         return Turn((told,), seat=other)
-
-    def close(self) -> None:
-        pass
 
 
 def _end(rewards: tuple[float, float], *, is_illegal: bool) -> Turn:

@@ -1,6 +1,8 @@
 """A ladder of levels: one up when the mean reward there is high enough, one down when it is low."""
 
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 from glm5.common.errors import ConfigError
 
@@ -34,14 +36,9 @@ class Ladder:
             self.level += step
             self._rewards.clear()
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """What a run that goes on needs."""
         return {"level": self.level, "rewards": list(self._rewards)}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        level, rewards = state["level"], state["rewards"]
-        assert isinstance(level, int)
-        assert isinstance(rewards, list)
-        self.level = level
-        self._rewards.clear()
-        self._rewards.extend(rewards)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.level, self._rewards = state["level"], deque(state["rewards"], self._rewards.maxlen)

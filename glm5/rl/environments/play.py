@@ -4,6 +4,7 @@ For tests, for conversations that a model is first trained on, and for a look at
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from random import Random
 
@@ -25,8 +26,7 @@ class Played:
 def play(environment: Environment, task: Task, answer: Callable[[Sequence[Message]], Reply]) -> Played:
     """Play to the end. `answer`: the reply to a conversation, of whichever seat is to reply. Raises EpisodeFailed."""
     conversations: list[list[Message]] = [[] for _ in range(environment.num_seats)]
-    episode = environment.reset(task)
-    try:
+    with closing(environment.reset(task)) as episode:
         turn = Turn(tuple(episode.messages))
         while not turn.is_done:
             chat = conversations[turn.seat]
@@ -34,8 +34,6 @@ def play(environment: Environment, task: Task, answer: Callable[[Sequence[Messag
             reply = answer(chat)
             chat.append(as_message(reply))
             turn = episode.step(reply)
-    finally:
-        episode.close()
     return Played(conversations, turn)
 
 
@@ -50,15 +48,12 @@ def play_solution(environment: Environment, task: Task) -> list[list[Message]]:
     it holds needs no sandbox. Raises EpisodeFailed."""
     replies = list(environment.oracle(task))
     conversations: list[list[Message]] = [[] for _ in range(environment.num_seats)]
-    episode = environment.reset(task)
-    try:
+    with closing(environment.reset(task)) as episode:
         turn = Turn(tuple(episode.messages))
         for number, reply in enumerate(replies, start=1):
             conversations[turn.seat] += [*turn.messages, as_message(reply)]
             if number < len(replies):
                 turn = episode.step(reply)
-    finally:
-        episode.close()
     return conversations
 
 

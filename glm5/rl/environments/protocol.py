@@ -96,12 +96,9 @@ class Turn:
 
 
 class Episode(Protocol):
-    """One attempt at a task."""
+    """One attempt at a task. `messages`: what the policy (in self-play: seat 0) is asked first."""
 
-    @property
-    def messages(self) -> Sequence[Message]:
-        """What the policy (in self-play: seat 0) is asked first."""
-        ...
+    messages: Sequence[Message]
 
     def step(self, reply: Reply) -> Turn:
         """Answer a reply. Raises EpisodeFailed."""

@@ -14,6 +14,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -21,9 +22,10 @@ from typing import Any, cast
 
 from glm5.common.errors import ConfigError
 from glm5.common.journal import read_journal
-from glm5.rl.environments.boxes import NO_BOXES, Box, Boxes
+from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn, left_out
 from glm5.rl.environments.tool_use import LazyBox, ToolEpisode, call, function_tool
+from glm5.rl.sandbox.sandbox import Sandbox
 from glm5.rl.swe.package import asked, fill, is_test, packages, program, read_source, request, runtime, with_canaries
 
 PREFIX = "swe/"
@@ -153,16 +155,13 @@ class Software(Environment):
         """In a new box, by the name of a test."""
         about = request(files, "grade", _files_of(names), GRADE_SECONDS, TEST_SECONDS, tests=list(names))
         box = self._boxes.open()
-        try:
+        with suppress(OSError), closing(box):
             fill(box, files, runtime())
             lines = asked(box, self._boxes.python, about, GRADE_SECONDS + 10)
             return {line[0]: line[1] for line in lines if isinstance(line, list) and len(line) > 1}
-        except OSError:
-            return {}
-        finally:
-            box.close()
+        return {}
 
-    def _changed(self, box: Box, files: Mapping[str, bytes], start: Mapping[str, bytes]) -> dict[str, bytes] | None:
+    def _changed(self, box: Sandbox, files: Mapping[str, bytes], start: Mapping[str, bytes]) -> dict[str, bytes] | None:
         """Files of the program that are not as at the start; None where there are too many. ValueError for no JSON."""
         digests = {path: sha256(content).hexdigest() for path, content in start.items()}
         box.run(

@@ -9,15 +9,19 @@ import hashlib
 import io
 import json
 import tarfile
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 
+from jinja2 import Environment as Jinja
+from jinja2 import StrictUndefined, Template
+
 from glm5.common.atomic import atomic_dir
 from glm5.common.errors import ConfigError
-from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.harbor import TerminalTasks
 from glm5.rl.environments.harbor_task import HarborStep, HarborTask
 
@@ -27,46 +31,36 @@ WORDS = (
 )
 SIZES = (4, 9, 16)
 _END = " Change nothing else in /app, and leave no other files there."
-_TEST = b"""cd /app
-{ find . -type f -exec sha256sum {} +
-  find . -type f -perm -100 -printf 'executable %p\\n'
-  find . -type l -printf 'link %p %l\\n'
-} | grep -vFf /tests/loose | LC_ALL=C sort > /tmp/state
-if cmp -s /tmp/state /tests/state; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
-"""
-_TOML = """schema_version = "1.4"
-[task]
-name = "glm5/{name}"
-keywords = ["terminal"]
-[agent]
-timeout_sec = 300.0
-[verifier]
-timeout_sec = 30.0
-[environment]
-network_mode = "no-network"
-"""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is asked of `files`. `changes`: what is there afterwards, bytes or a link's target; None: it has gone.
-    `loose`: files that may be as they like."""
+    """What is asked of `files`, by the names that the templates have. `changes`: what is there afterwards, bytes or a
+    link's target; None: it has gone. `loose`: files that may be as they like."""
 
-    text: str
+    names: Mapping[str, object]
     files: Mapping[str, bytes]
     changes: Mapping[str, bytes | str | None]
-    solution: str
     executable: frozenset[str] = frozenset()
     loose: str = ""
+
+
+@cache
+def _templates() -> dict[str, dict[str, Template]]:
+    """Those of terminal.toml."""
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    jinja = Jinja(undefined=StrictUndefined, keep_trailing_newline=True)
+    return {kind: {name: jinja.from_string(text) for name, text in table.items()} for kind, table in tables.items()}
+
+
+def _of_every_task(what: str, **names: str) -> bytes:
+    return _templates()["every"][what].render(names).encode()
 
 
 class Terminal(TerminalTasks):
     """Tasks of one kind differ in all that is drawn: names, numbers, lines."""
 
     name, levels, sandbox_levels = "terminal", len(SIZES), range(len(SIZES))
-
-    def __init__(self, boxes: Boxes = NO_BOXES) -> None:
-        super().__init__(boxes)
 
     def made(self, seed: int, level: int) -> HarborTask:
         kind = KINDS[seed % len(KINDS)]
@@ -80,8 +74,9 @@ class Terminal(TerminalTasks):
                 lines.append(f"{hashlib.sha256(content).hexdigest()}  ./{path}")
         loose = f" ./{one.loose}\n".encode() if one.loose else b""
         state = "".join(f"{line}\n" for line in sorted(lines)).encode()
-        tests = {"test.sh": _TEST, "state": state, "loose": loose}
-        step = HarborStep(one.text + _END, tests, f"set -e\ncd /app\n{one.solution}\n")
+        tests = {"test.sh": _of_every_task("test"), "state": state, "loose": loose}
+        text, shell = (_templates()[kind.__name__][what].render(one.names) for what in ("text", "shell"))
+        step = HarborStep(text + _END, tests, f"set -e\ncd /app\n{shell}")
         files = {f"app/{path}": content for path, content in one.files.items()}
         return HarborTask(f"{kind.__name__}-{level}-{seed}", [step], files=files)
 
@@ -93,11 +88,12 @@ def write_tasks(folder: Path, count: int) -> None:
     with atomic_dir(folder) as building:
         for number in range(count):
             made = Terminal().made(number // len(SIZES), number % len(SIZES))
-            step, docker = made.steps[0], "FROM python:3.12-slim\nWORKDIR /app\nCOPY app/ /app/\n"
-            written = {"task.toml": _TOML.format(name=made.name).encode(), "instruction.md": step.instruction.encode()}
+            step = made.steps[0]
+            written = {"task.toml": _of_every_task("task", name=made.name), "instruction.md": step.instruction.encode()}
             written |= {f"tests/{path}": data for path, data in step.tests.items()}
             written |= {f"environment/{path}": data for path, data in made.files.items()}
-            written |= {"solution/solve.sh": step.solution.encode(), "environment/Dockerfile": docker.encode()}
+            written["environment/Dockerfile"] = _of_every_task("dockerfile")
+            written["solution/solve.sh"] = step.solution.encode()
             for path, data in written.items():
                 file = building / made.name / path
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -122,51 +118,35 @@ def rename(random: Random, level: int) -> _Kind:
     old, new = random.sample(["txt", "log", "dat", "md", "bak"], 2)
     files, folder = _named(random, level, f".{old}"), random.choice(WORDS)[:4] + str(random.randint(1, 99))
     moved = {f"{folder}/{path.split('/')[-1][: -len(old)]}{new}": data for path, data in files.items()}
-    text = (
-        f"Move every .{old} file under /app into the folder /app/{folder}, with the ending .{new} in place of .{old}."
-    )
-    shell = (
-        f"mkdir {folder}\nfind . -name '*.{old}' | while read -r f; do mv $f {folder}/$(basename $f .{old}).{new}; done"
-    )
-    return _Kind(text, files | _named(random, 0, ".keep"), dict.fromkeys(files) | moved, shell)
+    names = {"old": old, "new": new, "folder": folder}
+    return _Kind(names, files | _named(random, 0, ".keep"), dict.fromkeys(files) | moved)
 
 
 def filter_lines(random: Random, level: int) -> _Kind:
     word, least = random.choice(WORDS), random.randint(100, 600)
     lines = [f"{random.choice([word, *WORDS[:4]])} {random.randint(100, 999)}" for _ in range(5 * SIZES[level])]
     kept = sorted({line for line in lines if line.split()[0] == word and int(line.split()[1]) >= least})
-    text = f"Write those lines of /app/notes.txt whose word is {word} and whose number is at least {least} to "
-    text += "/app/out.txt, each once, sorted."
-    shell = f"awk '$1 == \"{word}\" && $2 >= {least}' notes.txt | LC_ALL=C sort -u > out.txt"
-    return _Kind(text, {"notes.txt": _text(lines)}, {"out.txt": _text(kept)}, shell)
+    return _Kind({"word": word, "least": least}, {"notes.txt": _text(lines)}, {"out.txt": _text(kept)})
 
 
 def totals(random: Random, level: int) -> _Kind:
     rows = [(random.choice(WORDS[:7]), random.randint(1, 999)) for _ in range(4 * SIZES[level])]
-    sums, order = Counter[str](), random.choice(["item", "total"])
+    sums, is_by_total = Counter[str](), random.choice([False, True])
     for item, amount in rows:
         sums[item] += amount
-    ordered = sorted(sums.items(), key=lambda pair: (pair[1] if order == "total" else 0, pair[0]))
-    text = "/app/sales.csv has the columns item and amount. Write /app/totals.csv with the columns item and total, the "
-    text += f"sum of each item's amounts, sorted by {order}" + (" and then item." if order == "total" else ".")
-    keys = "-k2,2n -k1,1" if order == "total" else "-k1,1"
-    shell = "echo item,total > totals.csv\nawk -F, 'NR > 1 { s[$1] += $2 } END { for (i in s) print i \",\" s[i] }' "
+    ordered = sorted(sums.items(), key=lambda pair: (pair[1] if is_by_total else 0, pair[0]))
     files = {"sales.csv": _text(["item,amount", *(f"{item},{amount}" for item, amount in rows)])}
     wanted = _text(["item,total", *(f"{item},{total}" for item, total in ordered)])
-    return _Kind(text, files, {"totals.csv": wanted}, f"{shell} sales.csv | LC_ALL=C sort -t, {keys} >> totals.csv")
+    return _Kind({"is_by_total": is_by_total}, files, {"totals.csv": wanted})
 
 
 def edit_json(random: Random, level: int) -> _Kind:
     document = {word: {"size": random.randint(1, 999), "on": False} for word in random.sample(WORDS, SIZES[level])}
-    changed, code, told = json.loads(json.dumps(document)), "", list[str]()
+    changed, sizes = json.loads(json.dumps(document)), dict[str, int]()
     for word in random.sample(sorted(document), 1 + level):
-        changed[word]["size"] = size = random.randint(1000, 9999)
-        code, told = f"{code}; d['{word}']['size'] = {size}", [*told, f"{word}.size to {size}"]
-    text = f"In /app/settings.json set {', '.join(told)}; keep the order of keys, indent by 2, end with a newline."
-    shell = f"python3 -c \"import json; d = json.load(open('settings.json')){code}\n"
-    shell += "open('settings.json', 'w').write(json.dumps(d, indent=2) + chr(10))\""
+        changed[word]["size"] = sizes[word] = random.randint(1000, 9999)
     before, after = ((json.dumps(one, indent=2) + "\n").encode() for one in (document, changed))
-    return _Kind(text, {"settings.json": before}, {"settings.json": after}, shell)
+    return _Kind({"sizes": sizes.items()}, {"settings.json": before}, {"settings.json": after})
 
 
 def count_errors(random: Random, level: int) -> _Kind:
@@ -176,11 +156,8 @@ def count_errors(random: Random, level: int) -> _Kind:
         counts.update(service for kind, service in rows if kind == severity)
         lines = [f"{random.randint(10, 23)}:{random.randint(10, 59)} {kind} {name}: no ERROR" for kind, name in rows]
         files[f"{_place(random, level)}day{number}.log"] = _text(lines)
-    text = f"Count the {severity} lines (second column) of all .log files under /app by service (third column, without "
-    text += "its colon). Write lines of service and count, with a space between, by service, to /app/counts.txt."
-    shell = f'find . -name \'*.log\' -exec cat {{}} + | awk \'$2 == "{severity}" {{ sub(":", "", $3); c[$3]++ }} '
-    shell += "END { for (s in c) print s, c[s] }' | LC_ALL=C sort > counts.txt"
-    return _Kind(text, files, {"counts.txt": _text([f"{name} {counts[name]}" for name in sorted(counts)])}, shell)
+    counted = _text([f"{name} {counts[name]}" for name in sorted(counts)])
+    return _Kind({"severity": severity}, files, {"counts.txt": counted})
 
 
 def unpack(random: Random, level: int) -> _Kind:
@@ -192,11 +169,8 @@ def unpack(random: Random, level: int) -> _Kind:
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
     whole = random.randbytes(junk) + gzip.compress(packed.getvalue(), mtime=0)
-    how = f", which somebody has put {junk} bytes of noise in front of" if junk else ""
-    text = f"Unpack the archive /app/files.tar.gz{how}, into the folder /app/{folder}, and delete the archive."
-    shell = f"mkdir {folder}\ntail -c +{junk + 1} files.tar.gz | tar -xzf - -C {folder}\nrm files.tar.gz"
     changes = {f"{folder}/{path}": data for path, data in inner.items()}
-    return _Kind(text, {"files.tar.gz": whole}, {"files.tar.gz": None, **changes}, shell)
+    return _Kind({"junk": junk, "folder": folder}, {"files.tar.gz": whole}, {"files.tar.gz": None, **changes})
 
 
 def link_newest(random: Random, level: int) -> _Kind:
@@ -204,23 +178,15 @@ def link_newest(random: Random, level: int) -> _Kind:
     files = {f"{stem}-{version}.sh": f"echo {random.getrandbits(40)}\n".encode() for version in versions}
     newest = f"{stem}-{max(versions)}.sh"
     even = frozenset(f"{stem}-{version}.sh" for version in versions if version % 2 == 0)
-    text = f"In /app make those {stem}-NUMBER.sh whose number is even executable, and make /app/{stem}-latest a "
-    text += f"symbolic link to the one with the largest number, by the relative target {stem}-NUMBER.sh."
-    shell = f"for f in {stem}-*[02468].sh; do [ ! -e $f ] || chmod +x $f; done\n"
-    shell += f"ln -s $(ls {stem}-*.sh | sort -t- -k2 -n | tail -1) {stem}-latest"
-    return _Kind(text, files, {f"{stem}-latest": newest}, shell, even)
+    return _Kind({"stem": stem}, files, {f"{stem}-latest": newest}, even)
 
 
 def mend_script(random: Random, level: int) -> _Kind:
     numbers, factor = [random.randint(1, 99) for _ in range(SIZES[level])], random.randint(2, 99)
-    total = f"total=$((total + n * {factor}))"
     wrong = random.choice(["total=$((n * {}))", "total=$((total - n * {}))", "totl=$((total + n * {}))"]).format(factor)
     script = ["total=0", "while read -r n; do", f"  {wrong}", "done < numbers.txt", "echo $total > sum.txt"]
-    text = f"/app/sum.sh should add up {factor} times each number of /app/numbers.txt and write the sum to "
-    text += "/app/sum.txt, but gives a wrong one. Mend it and run it in /app; what counts is that sum.txt is right."
-    shell = f"sed -i '3s/.*/  {total}/' sum.sh\nbash sum.sh"
     files = {"sum.sh": _text(script), "numbers.txt": _text([str(number) for number in numbers])}
-    return _Kind(text, files, {"sum.txt": f"{factor * sum(numbers)}\n".encode()}, shell, loose="sum.sh")
+    return _Kind({"factor": factor}, files, {"sum.txt": f"{factor * sum(numbers)}\n".encode()}, loose="sum.sh")
 
 
 def merge_settings(random: Random, level: int) -> _Kind:
@@ -230,12 +196,8 @@ def merge_settings(random: Random, level: int) -> _Kind:
     names = [f"{number}-{random.choice(WORDS)}.conf" for number in range(len(layers))]
     merged = {key: value for layer in layers for key, value in layer.items()}
     files = {name: _text([f"{k}={v}" for k, v in layer.items()]) for name, layer in zip(names, layers, strict=True)}
-    text = f"Merge {', '.join(f'/app/{name}' for name in names)}, of lines key=value, into /app/merged.conf: each key "
-    text += "once, with its value in the last of these files that has it, sorted by key. Then delete the merged files."
-    shell = f"cat {' '.join(names)} | awk -F= '{{ v[$1] = $2 }} END {{ for (k in v) print k \"=\" v[k] }}' "
-    shell += f"| LC_ALL=C sort -t= -k1,1 > merged.conf\nrm {' '.join(names)}"
     wanted = _text([f"{key}={merged[key]}" for key in sorted(merged)])
-    return _Kind(text, files, {**dict.fromkeys(names), "merged.conf": wanted}, shell)
+    return _Kind({"names": names}, files, {**dict.fromkeys(names), "merged.conf": wanted})
 
 
 def duplicates(random: Random, level: int) -> _Kind:
@@ -245,10 +207,7 @@ def duplicates(random: Random, level: int) -> _Kind:
     kept = {data: name for name, data in sorted(files.items(), reverse=True)}
     sums = [f"{hashlib.sha256(files[name]).hexdigest()}  {name}" for name in sorted(kept.values())]
     gone = {name: None for name in names if name not in kept.values()}
-    text = "Of the .bin files in /app with equal contents, keep the one whose name comes first and delete the others. "
-    text += "Then write what sha256sum prints for those that are left, in the order of their names, to /app/sums.txt."
-    shell = "sha256sum *.bin | LC_ALL=C sort -k1,1 -k2,2 | awk 'seen[$1]++ { print $2 }' | xargs -r rm\n"
-    return _Kind(text, files, {**gone, "sums.txt": _text(sums)}, shell + "LC_ALL=C sha256sum *.bin > sums.txt")
+    return _Kind({}, files, {**gone, "sums.txt": _text(sums)})
 
 
 KINDS: tuple[Callable[[Random, int], _Kind], ...] = (

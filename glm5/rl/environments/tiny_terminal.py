@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from glm5.rl.environments.families import Family
-from glm5.rl.environments.protocol import Message, Playable, Reply, Task, Turn
+from glm5.rl.environments.protocol import Episode, Playable, Reply, Task, Turn
 
 NAMES, SIZES = "abcdef", "56789"
 VERBS = {"rm": "remove", "mv": "move", "cp": "copy"}
@@ -118,11 +118,11 @@ class _Shell:
         return "ok"
 
 
-class ShellEpisode:
+class ShellEpisode(Episode):
     """One shell. A reply that is no command ends it with reward 0."""
 
     def __init__(self, task: Task) -> None:
-        self.messages: Sequence[Message] = task.messages
+        self.messages = task.messages
         level = LEVELS[task.level]
         self._shell, wanted = _Shell(task.data["files"], level), _Shell(task.data["files"], level)
         for command in task.data["way"]:
@@ -145,6 +145,3 @@ class ShellEpisode:
         figures = {"commands": len(self._said), "looks": self._said.count("ls"), "illegal": not is_legal}
         metrics = {name: float(value) for name, value in figures.items()}
         return Turn(is_done=True, rewards={"state": float(is_right)}, metrics=metrics)
-
-    def close(self) -> None:
-        pass

@@ -10,8 +10,9 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
-from glm5.rl.environments.boxes import Box, Boxes, Completed
+from glm5.rl.environments.boxes import Boxes
 from glm5.rl.environments.protocol import Message, Reply, Task, Turn
+from glm5.rl.sandbox.sandbox import Completed, Sandbox
 
 Tool = Callable[[Mapping[str, str]], str]
 """From arguments to a result. ValueError or KeyError say what is wrong with the arguments."""
@@ -74,12 +75,12 @@ class LazyBox:
         self,
         boxes: Boxes,
         files: Mapping[str, bytes] = MappingProxyType({}),
-        prepare: Callable[[Box], None] = lambda _: None,
+        prepare: Callable[[Sandbox], None] = lambda _: None,
     ) -> None:
         self._boxes, self._files, self._prepare = boxes, files, prepare
-        self._box: Box | None = None
+        self._box: Sandbox | None = None
 
-    def open(self) -> Box:
+    def open(self) -> Sandbox:
         """The box, for those who grade what is in it. Raises EpisodeFailed, SandboxFailed."""
         if self._box is None:
             self._box = self._boxes.open()

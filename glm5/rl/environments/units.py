@@ -28,35 +28,20 @@ _FORCE = {"kg": 1, "m": 1, "s": -2}
 _ENERGY = {"kg": 1, "m": 2, "s": -2}
 _POWER = {"kg": 1, "m": 2, "s": -3}
 _VOLTAGE = _POWER | {"A": -1}
+_RESISTANCE = _POWER | {"A": -2}
 _PREFIXES = {"k": 3, "M": 6, "d": -1, "c": -2, "m": -3, "u": -6, "µ": -6, "μ": -6, "n": -9}
-_PREFIXED: dict[str, tuple[Fraction, Dimension]] = {
-    "m": (Fraction(1), _LENGTH),
-    "g": (Fraction(1, 1000), _MASS),
-    "s": (Fraction(1), _TIME),
-    "A": (Fraction(1), _CURRENT),
-    "N": (Fraction(1), _FORCE),
-    "J": (Fraction(1), _ENERGY),
-    "W": (Fraction(1), _POWER),
-    "Wh": (Fraction(3600), _ENERGY),
-    "V": (Fraction(1), _VOLTAGE),
-    "Ω": (Fraction(1), _VOLTAGE | {"A": -2}),
-    "ohm": (Fraction(1), _VOLTAGE | {"A": -2}),
-    "C": (Fraction(1), {"A": 1, "s": 1}),
-    "Pa": (Fraction(1), {"kg": 1, "m": -1, "s": -2}),
-    "L": (Fraction(1, 1000), {"m": 3}),
-    "mol": (Fraction(1), {"mol": 1}),
-    "Hz": (Fraction(1), {"s": -1}),
-}
-_PLAIN: dict[str, tuple[Fraction, Dimension]] = {
-    "min": (Fraction(60), _TIME),
-    "h": (Fraction(3600), _TIME),
-    "day": (Fraction(86400), _TIME),
-    "t": (Fraction(1000), _MASS),
-    "bar": (Fraction(10**5), {"kg": 1, "m": -1, "s": -2}),
-    "K": (Fraction(1), {"K": 1}),
-    "°C": (Fraction(1), {"°C": 1}),  # a temperature, not a difference: it is not turned into kelvins
-    "%": (Fraction(1, 100), {}),
-}
+# Factor and dimension of units that take prefixes, and of those that take none. A °C is a temperature, not a
+# difference: it is not turned into kelvins.
+_PREFIXED: dict[str, tuple[Fraction | int, Dimension]] = {
+    "m": (1, _LENGTH), "g": (Fraction(1, 1000), _MASS), "s": (1, _TIME), "A": (1, _CURRENT), "N": (1, _FORCE),
+    "J": (1, _ENERGY), "W": (1, _POWER), "Wh": (3600, _ENERGY), "V": (1, _VOLTAGE), "Ω": (1, _RESISTANCE),
+    "ohm": (1, _RESISTANCE), "C": (1, {"A": 1, "s": 1}), "Pa": (1, {"kg": 1, "m": -1, "s": -2}),
+    "L": (Fraction(1, 1000), {"m": 3}), "mol": (1, {"mol": 1}), "Hz": (1, {"s": -1}),
+}  # fmt: skip
+_PLAIN: dict[str, tuple[Fraction | int, Dimension]] = {
+    "min": (60, _TIME), "h": (3600, _TIME), "day": (86400, _TIME), "t": (1000, _MASS),
+    "bar": (10**5, {"kg": 1, "m": -1, "s": -2}), "K": (1, {"K": 1}), "°C": (1, {"°C": 1}), "%": (Fraction(1, 100), {}),
+}  # fmt: skip
 _WORDS = {
     "meter": "m", "metre": "m", "kilometer": "km", "gram": "g", "kilogram": "kg", "second": "s", "minute": "min",
     "hour": "h", "ampere": "A", "amp": "A", "newton": "N", "joule": "J", "watt": "W", "volt": "V", "mole": "mol",
@@ -88,12 +73,8 @@ def unit_of(text: str) -> Unit | None:
 def _single(name: str) -> Unit | None:
     word = name.lower().removesuffix("s") if len(name) > 3 else name
     name = _WORDS.get(word, name)
-    if name in _PLAIN:
-        return Unit(*_PLAIN[name])
-    if name in _PREFIXED:
-        return Unit(*_PREFIXED[name])
-    prefix, base = name[:1], name[1:]
-    if prefix in _PREFIXES and base in _PREFIXED:
-        factor, dimension = _PREFIXED[base]
-        return Unit(factor * Fraction(10) ** _PREFIXES[prefix], dimension)
-    return None
+    factor, dimension = (_PLAIN | _PREFIXED).get(name, (0, {}))
+    if not factor and name[:1] in _PREFIXES and name[1:] in _PREFIXED:
+        factor, dimension = _PREFIXED[name[1:]]
+        factor *= Fraction(10) ** _PREFIXES[name[:1]]
+    return Unit(Fraction(factor), dimension) if factor else None

@@ -39,10 +39,6 @@ def as_task(value: Mapping[str, Any]) -> Task:
     return Task(**{**value, "messages": tuple(value["messages"]), "tools": tuple(value["tools"])})
 
 
-def as_reply(value: Mapping[str, Any]) -> Reply:
-    return Reply(**value)
-
-
 def as_turn(value: Mapping[str, Any]) -> Turn:
     """Raises ValueError where a reward is no finite number."""
     turn = Turn(**{**value, "messages": tuple(value["messages"]), "seat_rewards": tuple(value["seat_rewards"])})

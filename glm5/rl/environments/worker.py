@@ -17,11 +17,11 @@ from typing import Any, BinaryIO
 
 from glm5.common.errors import GlmError, reason_of
 from glm5.rl.environments.boxes import NO_BOXES, Boxes
-from glm5.rl.environments.protocol import Environment, Episode, EpisodeFailed
+from glm5.rl.environments.protocol import Environment, Episode, EpisodeFailed, Reply
 from glm5.rl.environments.table import make
-from glm5.rl.environments.wire import LENGTH, TooLarge, as_json, as_reply, as_task, frame
+from glm5.rl.environments.wire import LENGTH, TooLarge, as_json, as_task, frame
 from glm5.rl.sandbox.backends import Backend
-from glm5.rl.sandbox.sandbox import Limits, Sandbox, SandboxFailed
+from glm5.rl.sandbox.sandbox import SandboxFailed
 
 NUM_THREADS = 8
 _MAX_REASON = 2000
@@ -59,15 +59,14 @@ class Worker:
     def _start(self, request: Mapping[str, Any]) -> dict[str, list[Any]]:
         os.chdir(request["folder"])  # names of environments may be paths
         sys.path.extend(path for path in request["path"] if path not in sys.path)
-        boxes = NO_BOXES
-        if request["sandbox"] is not None:
-            backend = Backend(**request["sandbox"])
-            boxes = Boxes(lambda **limits: Sandbox(backend, Limits(**limits)), backend.python)
+        boxes = NO_BOXES if request["sandbox"] is None else Boxes.of(Backend(**request["sandbox"]))
         for name in request["names"]:
             environment = make(name, boxes)
             self._environments |= {name: environment, environment.name: environment}
-        scoring = [name for name, one in self._environments.items() if _scores_groups(one)]
-        quick = [(name, level) for name, one in self._environments.items() for level in _quick_levels(one)]
+        known = self._environments.items()
+        scoring = [name for name, one in known if type(one).score_group is not Environment.score_group]
+        levels = ((name, one, level) for name, one in known if one.is_quick for level in range(one.levels))
+        quick = [(name, level) for name, one, level in levels if level not in one.sandbox_levels]
         return {"quick": quick, "scoring": scoring}
 
     def _task(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +82,7 @@ class Worker:
         return list(episode.messages)
 
     def _step(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        turn = self.episodes[request["episode"]].step(as_reply(request["reply"]))
+        turn = self.episodes[request["episode"]].step(Reply(**request["reply"]))
         if turn.is_done:
             with suppress(Exception):
                 self._close(request)
@@ -96,15 +95,6 @@ class Worker:
     def _score_group(self, request: Mapping[str, Any]) -> list[float]:
         task = as_task(request["task"])
         return list(self._environments[task.environment].score_group(task, request["rewards"]))
-
-
-def _quick_levels(environment: Environment) -> list[int]:
-    levels = range(environment.levels) if environment.is_quick else ()
-    return [level for level in levels if level not in environment.sandbox_levels]
-
-
-def _scores_groups(environment: Environment) -> bool:
-    return type(environment).score_group is not Environment.score_group
 
 
 def _failure(error: Exception) -> dict[str, Any]:

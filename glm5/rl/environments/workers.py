@@ -18,11 +18,10 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from glm5.common.errors import ConfigError
@@ -68,13 +67,11 @@ class EnvironmentWorkers:
         try:
             await asyncio.gather(*(slot.worker() for slot in self._slots))
         except EpisodeFailed as failure:
-            await self.__aexit__(None, None, None)
+            await self.__aexit__()
             raise ConfigError(failure.reason) from None
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(*(slot.close() for slot in self._slots))
 
     async def task(self, name: str, seed: int, level: int) -> Task:
@@ -114,7 +111,7 @@ class EnvironmentWorkers:
         finally:
             slot.num_episodes -= count - num_begun
         return [
-            RemoteEpisode(slot, worker, number, kind, one["value"], self._seconds)
+            RemoteEpisode(slot, worker, number, kind, tuple(one["value"]), self._seconds)
             if "value" in one
             else EpisodeFailed(*one["failed"])
             for number, one in zip(numbers, begun, strict=True)
@@ -131,23 +128,18 @@ class EnvironmentWorkers:
         return min(self._slots, key=lambda slot: slot.num_episodes)
 
 
+@dataclass(eq=False)
 class RemoteEpisode:
     """An episode in a worker, which closes it at its end. Close it, or use it as an async context manager, where it may
     end before. `step_seconds`: time for one answer."""
 
-    def __init__(
-        self,
-        slot: "_Slot",
-        worker: "_Worker",
-        number: int,
-        kind: Kind,
-        messages: Sequence[Message],
-        step_seconds: float,
-    ) -> None:
-        self.messages = tuple(messages)
-        self.step_seconds = step_seconds
-        self._slot, self._worker, self._number, self.is_closed = slot, worker, number, False
-        self._kind = kind
+    _slot: "_Slot"
+    _worker: "_Worker"
+    _number: int
+    _kind: Kind
+    messages: tuple[Message, ...]
+    step_seconds: float
+    is_closed: bool = False
 
     async def step(self, reply: Reply) -> Turn:
         """What the environment answers. Raises EpisodeFailed."""
@@ -176,9 +168,7 @@ class RemoteEpisode:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -52,9 +52,13 @@ class AsyncRollouts:
     async def batch(self, step: int) -> list[Group]:
         """The groups of a step, once they have ended. Raises EngineDead and TrainingError."""
         quota, version = self.dispatcher.quota(step), self.limits.version_at(step)
-        await self._adapt()
+        assert self.harness is not None
+        self.concurrency.observe(await self.harness.policy.engines.usage())
+        self.dispatcher.concurrency = self.concurrency.allowed
         while True:
-            self._raise()
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
             self._sweep(version)
             if (taken := self.sink.take(quota)) is not None:
                 for ended in taken:
@@ -151,11 +155,6 @@ class AsyncRollouts:
             self._changed.set()
         self.fill()
 
-    async def _adapt(self) -> None:
-        assert self.harness is not None
-        self.concurrency.observe(await self.harness.policy.engines.usage())
-        self.dispatcher.concurrency = self.concurrency.allowed
-
     def _episode_ended(self, number: int, episode: int) -> None:
         self.dispatcher.episode_ended(number, episode)
         self.concurrency.episode_ended()
@@ -175,8 +174,3 @@ class AsyncRollouts:
                     f"one: {reasons[0] if reasons else 'no token was sampled'}. Where they are stale, raise "
                     "asynchronous.max_staleness or asynchronous.push_every, or lower rollouts.concurrency"
                 )
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error

@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from glm5.common.atomic import atomic_write
 from glm5.common.bounded import open_regular
 from glm5.common.errors import DataError
-from glm5.rl.records.trace import Columns, Int, Trace, as_json, from_json, trace_of
+from glm5.rl.records.trace import Int, StepColumns, Trace, as_json, from_json, trace_of
 from glm5.rl.rollout import Group
 from glm5.train.state import writing_to
 
@@ -165,14 +165,9 @@ class RecordWriter(Records):
         return bool(self.every) and step % self.every == 0
 
     def write(
-        self,
-        step: int,
-        steps: int,
-        weights: dict[str, str],
-        groups: Sequence[Group],
-        columns: Sequence[Sequence[Sequence[Columns | None]]],
+        self, step: int, steps: int, weights: dict[str, str], groups: Sequence[Group], columns: StepColumns
     ) -> None:
-        """Keep a step. `columns`: of groups, rollouts and segments. Raises TrainingError where it cannot be written."""
+        """Keep a step. Raises TrainingError where it cannot be written."""
         heads: list[GroupHead] = []
         members: list[bytes] = []
         for index, (group, of_group) in enumerate(zip(groups, columns, strict=True)):

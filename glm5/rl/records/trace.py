@@ -29,6 +29,8 @@ Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Token = Annotated[int, Meta(ge=0, lt=2**31)]
 Columns = Mapping[str, Sequence[float]]
 """What the trainer computed of a segment's tokens, by the name of a node's field; "weights" are its loss_weights."""
+StepColumns = Sequence[Sequence[Sequence[Columns | None]]]
+"""Of a step's groups, rollouts and segments; None of those that were not trained."""
 
 
 class Array(Struct):

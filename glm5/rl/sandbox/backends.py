@@ -83,13 +83,10 @@ class Backend:
         (user_namespaces(7))."""
         is_root = os.geteuid() == 0
         uid, gid = (NOBODY, NOBODY) if is_root else (os.geteuid(), os.getegid())
+        setgroups = "allow" if is_root else "deny"
         return {
             "is_root": is_root,
-            "ids": {
-                "setgroups": "allow" if is_root else "deny",
-                "uid_map": f"{USER} {uid} 1",
-                "gid_map": f"{USER} {gid} 1",
-            },
+            "ids": {"setgroups": setgroups, "uid_map": f"{USER} {uid} 1", "gid_map": f"{USER} {gid} 1"},
             "binds": self._binds(),
             "links": self._links(),
             "disk_bytes": disk_bytes,

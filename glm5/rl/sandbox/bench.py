@@ -19,24 +19,21 @@ from glm5.rl.sandbox.sandbox import Sandbox
 
 def measure(backend: Backend, starts: int) -> str:
     """One line of figures, in milliseconds."""
-    call_ms: list[float] = []
-    start_ms: list[float] = []
-    run_ms: list[float] = []
+    times: dict[str, list[float]] = {"call": [], "start": [], "first run": []}
     before = _processor_ms()
     for _ in range(starts):
         begun = time.perf_counter()
         with Sandbox(backend) as box:
-            call_ms.append(1e3 * (time.perf_counter() - begun))
+            called = time.perf_counter()
             box.wait()
             ready = time.perf_counter()
             box.run(["/bin/true"])
-            run_ms.append(1e3 * (time.perf_counter() - ready))
-        start_ms.append(1e3 * (ready - begun))
+            ran = time.perf_counter()
+        for name, seconds in zip(times, (called - begun, ready - begun, ran - ready), strict=True):
+            times[name].append(1e3 * seconds)
     own_ms = (_processor_ms() - before) / starts
-    return (
-        f"{backend.kind}: call {_spread(call_ms)}, start {_spread(start_ms)}, first run {_spread(run_ms)}, "
-        f"processor {own_ms:.1f} ms a box, of {starts}"
-    )
+    spreads = ", ".join(f"{name} {_spread(values)}" for name, values in times.items())
+    return f"{backend.kind}: {spreads}, processor {own_ms:.1f} ms a box, of {starts}"
 
 
 def _spread(values: list[float]) -> str:

@@ -16,22 +16,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal, NamedTuple, Self
 
-from glm5.rl.sandbox import server
 from glm5.rl.sandbox.backends import WORK, Backend
 from glm5.rl.sandbox.calls import call_filter
 
 Ending = Literal["exit", "time-out", "memory", "processes", "files", "broken"]
-ENDINGS: dict[int, Ending] = {
-    server.EXIT: "exit",
-    server.TIME: "time-out",
-    server.MEMORY: "memory",
-    server.PROCESSES: "processes",
-    server.FILES: "files",
-}
+ENDINGS: tuple[Ending, ...] = ("exit", "time-out", "memory", "processes", "files")  # as server.py counts them
 PATIENCE = 30.0  # seconds for a box to start, or to answer beyond a program's own time, on an overloaded machine
 MB = 1_000_000
 
@@ -65,14 +58,6 @@ class Completed:
     output_truncated: bool = False
     seconds: float = 0.0
 
-    @property
-    def timed_out(self) -> bool:
-        return self.ended_by == "time-out"
-
-    @property
-    def memory_exceeded(self) -> bool:
-        return self.ended_by == "memory"
-
 
 class Sandbox:
     """One box, with a folder of its own in which programs start. For one episode and one thread. Close it."""
@@ -92,10 +77,7 @@ class Sandbox:
             "filter": call_filter(platform.machine()) if is_contained else b"",
             "memory_bytes": limits.memory_mb * MB,
             "disk_bytes": limits.disk_mb * MB,
-            "processes": limits.processes,
-            "files": limits.files,
-            "open_files": limits.open_files,
-            "output_bytes": limits.output_bytes,
+            **asdict(limits),
         }
         self._deadline = time.monotonic() + PATIENCE
         self._link, theirs = socket.socketpair()

@@ -138,7 +138,7 @@ class _Program:
         while status is None and ending == EXIT:
             for fd, _ in self.poller.poll(max(0, min(next_look, deadline) - now) * 1000):
                 self._serve(fd)
-            status = _reap(self.pid)
+            status = _reap(self.pid, os.WNOHANG)
             now = time.monotonic()
             if status is None and now >= deadline:
                 ending = TIME
@@ -199,20 +199,18 @@ def _become(settings: "dict[str, Any]", argv: list[str], ends: tuple[int, int, i
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.chdir(settings["folder"])
         os.execvpe(argv[0], argv, settings["env"])
-    except FileNotFoundError as error:
-        code = 127
-        os.write(2, f"{argv[0]}: {error}\n".encode(errors="replace"))
     except BaseException as error:  # noqa: BLE001  what argv holds is the policy's
+        code = 127 if isinstance(error, FileNotFoundError) else 126
         os.write(2, f"{argv[0]}: {error}\n".encode(errors="replace"))
     finally:
         os._exit(code)
 
 
-def _reap(pid: int) -> int | None:
-    """Bury the dead. The status of `pid`, if it is one of them."""
+def _reap(pid: int, flags: int) -> int | None:
+    """Bury the dead; with flags 0, once they are. The status of `pid`, if it is one of them."""
     status = None
     try:
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+        while (found := os.waitpid(-1, flags))[0]:
             if found[0] == pid:
                 status = found[1]
     except ChildProcessError:
@@ -222,7 +220,6 @@ def _reap(pid: int) -> int | None:
 
 def _kill_all(settings: "dict[str, Any]", pid: int) -> int:
     """End every process of the box but this one; without a box, those of the program's group. The status of `pid`."""
-    status = 0
     try:
         if settings["is_contained"]:
             os.kill(-1, SIGKILL)  # to all at once: none can fork in between
@@ -230,12 +227,7 @@ def _kill_all(settings: "dict[str, Any]", pid: int) -> int:
             os.killpg(pid, SIGKILL)
     except ProcessLookupError:
         pass
-    try:
-        while True:
-            found = os.waitpid(-1, 0)
-            status = found[1] if found[0] == pid else status
-    except ChildProcessError:
-        return status
+    return _reap(pid, 0) or 0
 
 
 def _look(settings: "dict[str, Any]") -> int:

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from glm5.common.errors import ConfigError
-from glm5.rl.environments.boxes import Box
+from glm5.rl.sandbox.sandbox import Sandbox
 
 MAX_FILES, MAX_BYTES, MAX_FILE = 5_000, 60_000_000, 4_000_000
 MODE = py_compile.PycInvalidationMode.UNCHECKED_HASH
@@ -107,7 +107,7 @@ def request(
     return {"do": do, "path": roots(files), "files": list(collected), **times, **more}
 
 
-def fill(box: Box, files: Mapping[str, bytes], runtime: bytes) -> None:
+def fill(box: Sandbox, files: Mapping[str, bytes], runtime: bytes) -> None:
     """Put a package and what runs its tests into a box. Raises OSError."""
     for path, content in files.items():
         box.write(f"repo/{path}", content)
@@ -115,7 +115,7 @@ def fill(box: Box, files: Mapping[str, bytes], runtime: bytes) -> None:
     box.write("runner.py", Path(__file__).with_name("runner.py").read_bytes())
 
 
-def asked(box: Box, python: str, about: Mapping[str, Any], seconds: float) -> list[Any]:
+def asked(box: Sandbox, python: str, about: Mapping[str, Any], seconds: float) -> list[Any]:
     """The lines that the runner answers; those before its end, where a limit ended it."""
     done = box.run([python, "-I", "-S", "-B", "runner.py"], timeout=seconds, stdin=json.dumps(about).encode())
     lines = list[Any]()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from glm5.kernels.sampled_logprobs import Kept
-from glm5.rl.training.sequences import TrainingSequence
+from glm5.rl.training.sequences import TrainingSequence, joined_experts
 from glm5.train.batch import Batch
 
 
@@ -59,9 +59,8 @@ def batch_of(sequences: Sequence[TrainingSequence]) -> Batch:
         name: torch.from_numpy(np.concatenate([one.columns[name] for one in sequences]))
         for name in sequences[0].columns
     }
-    if (shape := next((one.experts.shape[1:] for one in sequences if one.experts is not None), None)) is not None:
-        rows = [np.full((len(s), *shape), -1, np.int16) if s.experts is None else s.experts for s in sequences]
-        columns["experts"] = torch.from_numpy(np.concatenate(rows))
+    if (experts := joined_experts([(len(one), one.experts) for one in sequences])) is not None:
+        columns["experts"] = torch.from_numpy(experts)
     kept = None
     if any(one.kept is not None for one in sequences):
         masks = [mask for one in sequences for mask in (one.kept or [b""] * len(one))]

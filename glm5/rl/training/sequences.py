@@ -11,7 +11,7 @@ A sampled segment that several leaves share is trained in the first of their seq
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from glm5.common.errors import TrainingError
 from glm5.kernels.sampled_logprobs import kept_ids
 from glm5.rl.algorithms.table import Preset, Reduction
 from glm5.rl.rollout import Rollout
-from glm5.rl.segments import Experts, Segment
+from glm5.rl.segments import Experts
 from glm5.rl.training.repair import RepairedGroup
 
 Column = NDArray[np.float64]
@@ -48,23 +48,6 @@ class TrainingSequence:
     def as_context(self) -> "TrainingSequence":
         """The same tokens, of which none is trained."""
         return TrainingSequence(self.ids, {name: np.zeros_like(one) for name, one in self.columns.items()})
-
-
-@dataclass
-class _Path:
-    """A sequence in the making, segment by segment."""
-
-    ids: list[int] = field(default_factory=list[int])
-    unit: list[float] = field(default_factory=list[float])
-    rollout: list[float] = field(default_factory=list[float])
-    kept: list[bytes] = field(default_factory=list[bytes])
-
-    def add(self, segment: Segment, unit: float) -> None:
-        count = len(segment.token_ids)
-        self.ids += segment.token_ids
-        self.unit += [unit] * count
-        self.rollout += segment.logprobs if unit else [0.0] * count
-        self.kept += segment.kept if unit and segment.kept is not None else [b""] * count
 
 
 def sequences_of_step(groups: Sequence[RepairedGroup], preset: Preset) -> list[TrainingSequence]:
@@ -106,37 +89,40 @@ def sequences_of(rollout: Rollout, advantage: float, copies: int, reduction: Red
     trained: set[int] = set()
     found: list[TrainingSequence] = []
     for leaf in tree.leaves():
-        indices, path = tree.path(leaf), _Path()
+        indices = tree.path(leaf)
         new = {index for index in indices if tree.segments[index].is_sampled} - trained
         if not new:
             continue
         trained |= new
-        for index in indices:
-            path.add(tree.segments[index], unit if index in new else 0.0)
-        unit_T = np.array(path.unit)
+        segments = [tree.segments[index] for index in indices]
+        ids, units, logprobs, kept = list[int](), list[float](), list[float](), list[bytes]()
+        for index, one in zip(indices, segments, strict=True):
+            count = len(one.token_ids)
+            ids += one.token_ids
+            units += [unit if index in new else 0.0] * count
+            logprobs += one.logprobs if index in new else [0.0] * count
+            kept += one.kept if index in new and one.kept is not None else [b""] * count
+        unit_T = np.array(units)
         columns = {
             "policy": unit_T,
             "entropy": unit_T,
             "ref_kl": unit_T,
             "advantage": np.where(unit_T > 0, advantage, 0.0),
-            "rollout": np.array(path.rollout),
+            "rollout": np.array(logprobs),
             "temperature": np.full(len(unit_T), rollout.temperature),
         }
-        segments = [tree.segments[index] for index in indices]
-        kept = path.kept if any(path.kept) else None
-        found.append(TrainingSequence(np.array(path.ids), columns, rollout, leaf, kept, _experts(segments)))
+        experts = joined_experts([(len(one.token_ids), one.experts) for one in segments])
+        recorded = kept if any(kept) else None, experts
+        found.append(TrainingSequence(np.array(ids), columns, rollout, leaf, *recorded))
     return found
 
 
-def _experts(segments: Sequence[Segment]) -> Experts | None:
-    """The records of a path's segments, -1 where there is none."""
-    shape = next((one.experts.shape[1:] for one in segments if one.experts is not None), None)
+def joined_experts(parts: Sequence[tuple[int, Experts | None]]) -> Experts | None:
+    """The records of parts with so many tokens, one after another: -1 where a part has none; None where none has."""
+    shape = next((experts.shape[1:] for _, experts in parts if experts is not None), None)
     if shape is None:
         return None
-    parts = [
-        np.full((len(one.token_ids), *shape), -1, np.int16) if one.experts is None else one.experts for one in segments
-    ]
-    return np.concatenate(parts)
+    return np.concatenate([np.full((n, *shape), -1, np.int16) if one is None else one for n, one in parts])
 
 
 def _check(rollout: Rollout) -> None:

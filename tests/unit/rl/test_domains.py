@@ -12,7 +12,7 @@ from fractions import Fraction
 import pytest
 
 from glm5.rl.environments.boxes import Boxes
-from glm5.rl.environments.families import Level, shuffled
+from glm5.rl.environments.families import Family, Level, shuffled
 from glm5.rl.environments.play import play, play_oracle
 from glm5.rl.environments.protocol import EpisodeFailed, Reply
 from glm5.rl.environments.table import make
@@ -97,9 +97,8 @@ def test_a_permutation_takes_every_number_once(size):
 
 
 def test_a_level_takes_its_families_in_turn_and_all_points_before_one_twice():
-    level = Level()
-    level.family(a=range(3), b="xy")(lambda a, b: (a, b))
-    level.family(c=range(9))(lambda c: c)
+    pairs = Family(lambda a, b: (a, b), {"a": range(3), "b": "xy"})
+    level = Level([pairs, Family(lambda c: c, {"c": range(9)})])
     made = [level.made(seed) for seed in range(18)]
     assert len(set(made[::2][:6])) == 6
     assert sorted(made[1::2]) == list(range(9))
