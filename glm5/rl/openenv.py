@@ -12,7 +12,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,24 +29,13 @@ MAX_HEAD, HEAD_SECONDS = 2**14, 10.0
 """Bytes of a request, and time for it."""
 
 
-class _Function(BaseModel):
-    name: str
-    arguments: str | dict[str, Any]
-
-
-class _Call(BaseModel):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: _Function
-
-
 class Action(BaseModel):
     """What a client steps with: a reply of its model. `metadata` is OpenEnv's, and not read."""
 
     model_config = ConfigDict(extra="forbid")
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[_Call] = []
+    tool_calls: list[dict[str, Any]] = []
     is_truncated: bool = False
     metadata: dict[str, Any] = {}
 
@@ -165,8 +154,7 @@ class _Session:
     async def _step(self, action: Action) -> str:
         if self._episode is None or self._episode.is_closed:
             return _error("EXECUTION_ERROR", "there is no episode, or it has ended; reset first")
-        calls = [call.model_dump() for call in action.tool_calls]
-        turn = await self._episode.step(Reply(action.content, action.reasoning, calls, action.is_truncated))
+        turn = await self._episode.step(Reply(**action.model_dump(exclude={"metadata"})))
         self._state["step_count"] += 1
         return _observation(turn, float(sum(turn.rewards.values())))
 

@@ -150,6 +150,8 @@ def test_tools_and_seats_are_told():
         (call,) = task.data["calls"]
         answer = (await client.ask("step", tool_calls=[call]))["data"]
         assert (answer["reward"], answer["observation"]["messages"][0]["role"]) == (0.0, "tool")
+        answer = (await client.ask("step", tool_calls=[{}, {"function": []}]))["data"]
+        assert all(one["content"].startswith("error: ") for one in answer["observation"]["messages"])
 
     async def seats(port: int) -> None:
         client = await Client.to(port)
@@ -173,7 +175,7 @@ def test_what_is_wrong_is_answered_and_the_session_goes_on():
         '{"type": "step", "data": {}}': ("EXECUTION_ERROR", "reset first"),
         '{"type": "step"}': ("EXECUTION_ERROR", "reset first"),
         '{"type": "step", "data": {"word": 1}}': ("VALIDATION_ERROR", "word: Extra inputs"),
-        '{"type": "step", "data": {"tool_calls": [{}]}}': ("VALIDATION_ERROR", "tool_calls.0.function: Field"),
+        '{"type": "step", "data": {"tool_calls": [1]}}': ("VALIDATION_ERROR", "tool_calls.0: Input should"),
         '{"type": "reset", "data": {"seed": -1}}': ("VALIDATION_ERROR", "seed: Input should be greater"),
         '{"type": "reset", "data": {"level": 1}}': ("VALIDATION_ERROR", "level 1; allowed: 0 to 0"),
         '{"type": "reset", "data": 5}': ("VALIDATION_ERROR", "Input should be a valid dictionary"),
