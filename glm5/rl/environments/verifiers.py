@@ -73,8 +73,8 @@ class Verifiers(Environment):
     def _run(self) -> "_Running":
         if sys.executable != python_of(self.name):
             raise ConfigError(
-                f"{self.name}: only its workers make tasks; allowed is a recipe without warm_start and tasks_file, with "
-                "model.checkpoint or model.tokenizer, but not glm5 env check or glm5 rl filter"
+                f"{self.name}: only its workers make tasks; allowed is a recipe without warm_start or tasks_file, "
+                "with model.checkpoint or model.tokenizer, not glm5 env check or glm5 rl filter"
             )
         with self._lock:
             if self._running is None:
