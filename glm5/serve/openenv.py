@@ -10,23 +10,34 @@ idle time and the time of a step; what is wrong is answered by an error, and the
 
 import asyncio
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from glm5.common.errors import GlmError
-from glm5.common.websocket import WebSocket
 from glm5.config.env import EnvServeConfig
 from glm5.rl.environments.protocol import EpisodeFailed, Reply, Turn
 from glm5.rl.environments.table import make
 from glm5.rl.environments.wire import MAX_FRAME
 from glm5.rl.environments.workers import EnvironmentWorkers
 from glm5.rl.sandbox.choice import choose_backend
+from glm5.serve.http.server import Server, bind
 
-MAX_HEAD, HEAD_SECONDS = 2**14, 10.0
-"""Bytes of a request, and time for it."""
+END_SECONDS = 1.0  # for steps that run when the server ends
+
+
+class Message(BaseModel):
+    """What a client sends; other keys are ignored."""
+
+    type: str
+    data: dict[str, Any] = {}
 
 
 class Action(BaseModel):
@@ -49,56 +60,48 @@ class Reset(BaseModel):
 
 
 class EnvServer:
-    """Sessions of an environment; `handle` is given each connection."""
+    """Sessions of an environment; `app` is its ASGI application."""
 
     def __init__(self, settings: EnvServeConfig, workers: EnvironmentWorkers) -> None:
         self.settings, self.workers, self.levels = settings, workers, make(settings.name).levels
         self.seeds, self._num_sessions = count(), 0
+        health = Route("/health", JSONResponse({"status": "healthy"}))
+        self.app = Starlette(routes=[health, WebSocketRoute("/ws", self._serve_session)])
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer GET /health, or hold a session on /ws."""
-        try:
-            async with asyncio.timeout(HEAD_SECONDS):
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-            pairs = (line.partition(":") for line in head[1:])
-            headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-            key = headers.get("sec-websocket-key")
-            if head[0].startswith(("GET /ws ", "GET /ws?")) and key is not None and "origin" not in headers:
-                await self._session(WebSocket(reader, writer, key, MAX_FRAME))
-                return
-            # A page of a browser, which names its origin, has no business here.
-            is_health = head[0].startswith("GET /health ")
-            status, body = ("200 OK", '{"status": "healthy"}') if is_health else ("404 Not Found", "{}")
-            writer.write(f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: ".encode())
-            writer.write(f"{len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
-            await writer.drain()
-        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):  # TimeoutError is an OSError
-            writer.transport.abort()
-        except asyncio.CancelledError:
-            pass  # the server ends; asyncio would log it
-        finally:
-            writer.close()
-
-    async def _session(self, socket: WebSocket) -> None:
-        session, most, seconds = _Session(self), self.settings.max_sessions, self.settings.session_timeout
+    async def _serve_session(self, socket: WebSocket) -> None:
+        if "origin" in socket.headers:  # of a page in a browser, which has no business here
+            await socket.close()
+            return
+        session = _Session(self)
         self._num_sessions += 1
-        try:
-            if self._num_sessions > most:
-                await socket.send(_error("CAPACITY_REACHED", f"the server has {most} sessions, which is the most"))
+        # The client has gone, or does not read; or the server ends, which uvicorn would log.
+        with suppress(WebSocketDisconnect, TimeoutError, asyncio.CancelledError):
+            try:
+                await socket.accept()
+                async for answer in self._answers(socket, session):
+                    await asyncio.wait_for(socket.send_text(answer), self.settings.session_timeout)
+                await asyncio.wait_for(socket.close(), self.settings.session_timeout)
+            finally:
+                self._num_sessions -= 1
+                await session.end()
+
+    async def _answers(self, socket: WebSocket, session: "_Session") -> AsyncIterator[str]:
+        """To each message; at the end of these the connection is closed."""
+        most, seconds = self.settings.max_sessions, self.settings.session_timeout
+        if self._num_sessions > most:
+            yield _error("CAPACITY_REACHED", f"the server has {most} sessions, which is the most")
+            return
+        while True:
+            try:
+                message = await asyncio.wait_for(socket.receive(), seconds)
+            except TimeoutError:
+                yield _error("SESSION_ERROR", f"no message for {seconds:g} s")
                 return
-            while True:
-                try:
-                    message = await asyncio.wait_for(socket.receive(), seconds)
-                except TimeoutError:
-                    await socket.send(_error("SESSION_ERROR", f"no message for {seconds:g} s"))
-                    return
-                if message is None or (answer := await session.answer(message)) is None:
-                    return
-                await asyncio.wait_for(socket.send(answer), seconds)
-        finally:
-            self._num_sessions -= 1
-            socket.close()
-            await session.end()
+            if message["type"] == "websocket.disconnect":
+                return
+            if (answer := await session.answer(message.get("text", ""))) is None:
+                return
+            yield answer
 
 
 class _Session:
@@ -111,27 +114,22 @@ class _Session:
     async def answer(self, text: str) -> str | None:
         """To a message; None ends the session."""
         try:
-            message = json.loads(text)
-            kind, data = message["type"], message.get("data", {})
-        except (ValueError, RecursionError) as error:
-            return _error("INVALID_JSON", f"Invalid JSON: {error}")
-        except (TypeError, KeyError, AttributeError):
-            return _error("VALIDATION_ERROR", 'a message must be an object with "type"')
-        try:
-            match kind:
+            message = Message.model_validate_json(text)
+            match message.type:
                 case "reset":
-                    return await self._reset(Reset.model_validate(data))
+                    return await self._reset(Reset.model_validate(message.data))
                 case "step":
-                    return await self._step(Action.model_validate(data))
+                    return await self._step(Action.model_validate(message.data))
                 case "state":
                     return json.dumps({"type": "state", "data": self._state})
                 case "close":
                     return None
-                case _:
+                case kind:
                     return _error("UNKNOWN_TYPE", f"{kind!r:.80}; allowed: reset, step, state, close")
         except ValidationError as error:
             first = error.errors()[0]
-            return _error("VALIDATION_ERROR", f"{'.'.join(map(str, first['loc']))}: {first['msg']}")
+            code = "INVALID_JSON" if first["type"] == "json_invalid" else "VALIDATION_ERROR"
+            return _error(code, f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": "))
         except EpisodeFailed as failure:
             return _error("EXECUTION_ERROR", f"{failure.kind}: {failure.reason}")
 
@@ -171,18 +169,19 @@ def _error(code: str, message: str) -> str:
 
 
 async def serve(settings: EnvServeConfig, on_open: Callable[[int], None]) -> None:
-    """Serve until cancelled. `on_open` is called with the port. Raises ConfigError, GlmError."""
+    """Serve until SIGTERM, or cancelled. `on_open` is called with the port. Raises ConfigError; OSError if it cannot
+    listen."""
     needs_box = bool(make(settings.name).sandbox_levels)
     backend = choose_backend(unsafe_local=settings.unsafe_local) if needs_box else None
-    async with EnvironmentWorkers([settings.name], num_workers=settings.workers, sandbox=backend) as workers:
-        handle = EnvServer(settings, workers).handle
-        try:
-            server = await asyncio.start_server(handle, settings.host, settings.port, limit=MAX_HEAD)
-        except OSError as error:
-            reason = error.strerror or error
-            raise GlmError(f"{settings.host}, port {settings.port}: {reason}; --port 0 takes any free one") from None
-        on_open(server.sockets[0].getsockname()[1])
-        try:
-            await asyncio.Event().wait()
-        finally:
-            server.close()
+    with bind(settings.host, settings.port, settings.session_timeout) as listener:
+        async with EnvironmentWorkers([settings.name], num_workers=settings.workers, sandbox=backend) as workers:
+            server = Server(EnvServer(settings, workers).app, listener, max_message=MAX_FRAME)
+            serving = asyncio.create_task(server.serve())
+            # Not by an exception in whatever runs, which uvicorn would take for a session's error.
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.begin_stop, END_SECONDS)
+            on_open(listener.getsockname()[1])
+            try:
+                await asyncio.shield(serving)
+            finally:
+                server.begin_stop(END_SECONDS)
+                await serving

@@ -1,88 +1,63 @@
-"""`glm5 env serve` by a WebSocket client of the test's own: OpenEnv's messages, wrong ones, frames, bounds.
+"""`glm5 env serve` by a client of the library `websockets`: OpenEnv's messages, wrong ones, bounds, the end.
 
 OpenEnv's own client (openenv 0.10.0 and openenv-core 0.3.0) was tried by hand; docs/log.md says how.
 """
 
 import asyncio
-import base64
-import hashlib
 import json
-import os
+import signal
 import socket
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from glm5.common.errors import GlmError
+from glm5.cli import env_serve
+from glm5.cli.main import main
 from glm5.config.env import EnvServeConfig
-from glm5.rl import openenv
 from glm5.rl.environments.play import play
 from glm5.rl.environments.protocol import Reply
 from glm5.rl.environments.table import make
 from glm5.rl.environments.wire import MAX_FRAME
-from glm5.rl.openenv import serve
+from glm5.serve import openenv
+from glm5.serve.http.server import Server
+from glm5.serve.openenv import serve
 
 HOSTILE = "tests.unit.rl.hostile:Hostile"
-TEXT, BINARY, CLOSE, PING, PONG = 1, 2, 8, 9, 10
-KEY = base64.b64encode(b"0123456789abcdef").decode()
-HEAD = f"GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: {KEY}\r\n"
 
 
 class Client:
-    """A WebSocket client that can also send what none should. `opened`: those of a test, which ends them."""
+    """A client of the library, which can also send what none should."""
 
-    opened: ClassVar[list["Client"]] = []
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+    def __init__(self, socket: ClientConnection) -> None:
+        self.socket = socket
 
     @classmethod
-    async def to(cls, port: int) -> "Client":
-        client = cls(*await asyncio.open_connection("127.0.0.1", port))
-        cls.opened.append(client)
-        client.writer.write(f"{HEAD}Sec-WebSocket-Version: 13\r\n\r\n".encode())
-        head = (await client.reader.readuntil(b"\r\n\r\n")).decode()
-        proof = hashlib.sha1(KEY.encode() + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest()
-        assert head.startswith("HTTP/1.1 101 ")
-        assert f"Sec-WebSocket-Accept: {base64.b64encode(proof).decode()}\r\n" in head
-        return client
-
-    def frame(self, kind: int, data: bytes, *, first: int = 128, masked: bool = True) -> None:
-        mask, size = os.urandom(4), len(data)
-        count = size if size < 126 else 126 if size < 2**16 else 127
-        long = b"" if size < 126 else size.to_bytes(2 if size < 2**16 else 8, "big")
-        self.writer.write(bytes([first | kind, (128 if masked else 0) | count]) + long)
-        self.writer.write(mask + bytes(b ^ mask[i % 4] for i, b in enumerate(data)) if masked else data)
-
-    async def receive(self) -> tuple[int, bytes]:
-        first, size = await self.reader.readexactly(2)
-        assert first & 128
-        assert size < 128  # a server does not mask
-        if size > 125:
-            size = int.from_bytes(await self.reader.readexactly(2 if size == 126 else 8), "big")
-        return first & 15, await self.reader.readexactly(size)
+    async def to(cls, port: int, **more: Any) -> "Client":
+        return cls(await connect(f"ws://127.0.0.1:{port}/ws", proxy=None, close_timeout=0.1, **more))
 
     async def ask(self, kind: str, **data: Any) -> dict:
         message = {"type": kind} if kind in ("state", "close") else {"type": kind, "data": data}
         return await self.say(json.dumps(message))
 
-    async def say(self, text: str) -> dict:
-        self.frame(TEXT, text.encode())
+    async def say(self, text: str | bytes) -> dict:
+        await self.socket.send(text)
         return await self.answer()
 
     async def answer(self) -> dict:
-        kind, data = await self.receive()
-        assert kind == TEXT, (kind, data)
-        return json.loads(data)
+        return json.loads(await self.socket.recv())
 
     async def closing(self) -> int:
         """The code with which the server closes."""
-        kind, data = await self.receive()
-        assert kind == CLOSE, (kind, data)
-        assert (await self.reader.read()) == b""  # and nothing after it
-        return int.from_bytes(data, "big")
+        with pytest.raises(ConnectionClosed) as caught:
+            await self.socket.recv()
+        assert caught.value.rcvd is not None
+        return caught.value.rcvd.code
 
 
 def served(test: Callable[[int], Coroutine[Any, Any, None]], name: str = "guess", **more: Any) -> None:
@@ -97,9 +72,6 @@ def served(test: Callable[[int], Coroutine[Any, Any, None]], name: str = "guess"
         try:
             await asyncio.wait_for(test(await port), 60)
         finally:
-            for client in Client.opened:
-                client.writer.transport.abort()
-            Client.opened.clear()
             server.cancel()
             await asyncio.gather(server, return_exceptions=True)
 
@@ -135,7 +107,7 @@ def test_episodes_are_those_of_the_environment():
                 "level": 0,
             }
             assert await client.ask("state") == {"type": "state", "data": state}
-        client.frame(TEXT, b'{"type": "close"}')
+        await client.socket.send('{"type": "close"}')
         assert await client.closing() == 1000
 
     served(test)
@@ -168,17 +140,20 @@ def test_tools_and_seats_are_told():
 
 def test_what_is_wrong_is_answered_and_the_session_goes_on():
     wrong = {
-        "{": ("INVALID_JSON", "Expecting property name"),
+        "{": ("INVALID_JSON", "Invalid JSON: EOF"),
         "[" * 100_000: ("INVALID_JSON", "recursion"),
-        "[1]": ("VALIDATION_ERROR", "an object with"),
-        '{"type": ["x"]}': ("UNKNOWN_TYPE", "allowed: reset, step, state, close"),
+        b"\xff": ("INVALID_JSON", "EOF"),
+        "[1]": ("VALIDATION_ERROR", "an object"),
+        '{"kind": "reset"}': ("VALIDATION_ERROR", "type: Field required"),
+        '{"type": ["x"]}': ("VALIDATION_ERROR", "type: Input should be a valid string"),
+        '{"type": "x"}': ("UNKNOWN_TYPE", "'x'; allowed: reset, step, state, close"),
         '{"type": "step", "data": {}}': ("EXECUTION_ERROR", "reset first"),
         '{"type": "step"}': ("EXECUTION_ERROR", "reset first"),
         '{"type": "step", "data": {"word": 1}}': ("VALIDATION_ERROR", "word: Extra inputs"),
         '{"type": "step", "data": {"tool_calls": [1]}}': ("VALIDATION_ERROR", "tool_calls.0: Input should"),
         '{"type": "reset", "data": {"seed": -1}}': ("VALIDATION_ERROR", "seed: Input should be greater"),
         '{"type": "reset", "data": {"level": 1}}': ("VALIDATION_ERROR", "level 1; allowed: 0 to 0"),
-        '{"type": "reset", "data": 5}': ("VALIDATION_ERROR", "Input should be a valid dictionary"),
+        '{"type": "reset", "data": 5}': ("VALIDATION_ERROR", "data: Input should be an object"),
     }
 
     async def test(port: int) -> None:
@@ -199,42 +174,11 @@ def test_faults_of_an_environment_are_named_and_pings_are_answered_meanwhile():
         failed = (await client.ask("step", content="raise"))["data"]
         assert (failed["code"], failed["message"].partition(":")[0]) == ("EXECUTION_ERROR", "environment")
         await other.ask("reset", seed=1)
-        other.frame(TEXT, b'{"type": "step", "data": {"content": "hang"}}')
-        other.frame(PING, b"there?")
-        assert await other.receive() == (PONG, b"there?")
+        await other.socket.send('{"type": "step", "data": {"content": "hang"}}')
+        await (await other.socket.ping())
         assert (await client.ask("reset", seed=2))["type"] == "observation"
 
     served(test, HOSTILE)
-
-
-def test_frames():
-    async def closed(port: int, *frames: tuple) -> int:
-        client = await Client.to(port)
-        for kind, data, more in frames:
-            client.frame(kind, data, **more)
-        return await client.closing()
-
-    async def test(port: int) -> None:
-        client = await Client.to(port)
-        client.frame(TEXT, b'{"type"', first=0)
-        client.frame(PING, b"between")
-        client.frame(PONG, b"unasked")
-        client.frame(0, b': "state"}')
-        assert await client.receive() == (PONG, b"between")
-        assert (await client.answer())["type"] == "state"
-        padded = await client.say('{"type": "nothing"' + " " * 100_000 + "}")
-        assert padded["data"]["code"] == "UNKNOWN_TYPE"
-        assert await closed(port, (CLOSE, b"", {})) == 1000
-        assert await closed(port, (TEXT, b"{}", {"masked": False})) == 1002
-        assert await closed(port, (TEXT, b"{}", {"first": 192})) == 1002
-        assert await closed(port, (PING, b"long" * 40, {})) == 1002
-        assert await closed(port, (BINARY, b"{}", {})) == 1003
-        assert await closed(port, (TEXT, b"\xff", {})) == 1007
-        large = await Client.to(port)
-        large.writer.write(bytes([129, 255]) + (MAX_FRAME + 1).to_bytes(8, "big"))
-        assert await large.closing() == 1009
-
-    served(test)
 
 
 async def asked(port: int, head: str) -> str:
@@ -248,7 +192,7 @@ async def asked(port: int, head: str) -> str:
         writer.close()
 
 
-def test_bounds(monkeypatch):
+def test_bounds():
     async def test(port: int) -> None:
         client = await Client.to(port)
         await client.ask("reset")
@@ -258,33 +202,58 @@ def test_bounds(monkeypatch):
         assert (await client.answer())["data"] == {"message": "no message for 0.2 s", "code": "SESSION_ERROR"}
         assert await client.closing() == 1000
         assert (await (await Client.to(port)).ask("state"))["type"] == "state"  # there is room again
-        assert (await asked(port, "GET /health HTTP/1.1\r\n\r\n")).endswith('{"status": "healthy"}')
-        assert "404" in await asked(port, "GET /other HTTP/1.1\r\n\r\n")
-        assert "404" in await asked(port, f"{HEAD}Origin: http://evil\r\n\r\n")
-        assert await asked(port, "GET /" + "x" * 40_000) == ""
-        monkeypatch.setattr(openenv, "HEAD_SECONDS", 0.05)
-        assert await asked(port, "GET /heal") == ""
 
     served(test, max_sessions=1, session_timeout=0.2)
 
 
-def test_a_server_that_ends_says_nothing_of_its_sessions(caplog):
-    async def run(client: socket.socket) -> None:
-        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        server = asyncio.create_task(serve(EnvServeConfig(name="guess", port=0), port.set_result))
-        client.connect(("127.0.0.1", await port))
-        client.sendall(f"{HEAD}\r\n".encode())
-        assert b"101" in await asyncio.to_thread(client.recv, 1000)
-        server.cancel()
-        await asyncio.gather(server, return_exceptions=True)
+def test_what_is_too_large_or_no_session(monkeypatch):
+    monkeypatch.setattr(openenv, "Server", partial(Server, client_timeout=0.1))
+    upgrade = "GET /ws HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    key = "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\n"
 
-    with socket.socket() as client:
-        asyncio.run(run(client))
-    assert caplog.text == ""
+    async def test(port: int) -> None:
+        for parts in (["{}".ljust(MAX_FRAME + 1)], ["{}".ljust(MAX_FRAME // 2), " " * (MAX_FRAME // 2 + 1)]):
+            client = await Client.to(port)
+            with suppress(ConnectionClosed):  # while it sends
+                await client.socket.send(parts)
+            assert await client.closing() == 1009
+        client = await Client.to(port)
+        assert (await client.say('{"type": "state"}'.ljust(MAX_FRAME)))["type"] == "state"
+        health = await asked(port, "GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert health.endswith('{"status":"healthy"}')
+        assert "HTTP/1.1 404" in await asked(port, "GET /ws HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        with pytest.raises(InvalidStatus, match="403"):
+            await Client.to(port, origin="http://evil")
+        assert "HTTP/1.1 400" in await asked(port, upgrade + "\r\n")
+        # More than the library takes: it says nothing, and the connection must not stay.
+        assert await asked(port, upgrade + key + "X: y\r\n" * 130 + "\r\n") == ""
+        assert "HTTP/1.1 408" in await asked(port, "GET /heal")
+        assert (await client.ask("state"))["type"] == "state"  # that time is not a session's
+
+    served(test)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_command(number, code, monkeypatch):
+    monkeypatch.setattr(env_serve, "out", lambda *_, **__: signal.raise_signal(number))
+    assert main(["env", "serve", "guess", "--port", "0"]) == code
+
+
+def test_sessions_are_told_that_the_server_ends(caplog):
+    async def test(port: int) -> None:
+        idle, busy = await Client.to(port), await Client.to(port)
+        await busy.ask("reset", seed=1)
+        await busy.socket.send('{"type": "step", "data": {"content": "hang"}}')
+        await (await busy.socket.ping())
+        signal.raise_signal(signal.SIGTERM)
+        assert [await idle.closing(), await busy.closing()] == [1012, 1012]
+
+    served(test, HOSTILE)
+    assert [line for line in caplog.messages if "Cancel 1 running" not in line] == []
 
 
 def test_a_taken_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(GlmError, match=f"port {port}: .*--port 0 takes any free one"):
+        with pytest.raises(OSError, match=f"port {port}: .*choose another --port, or 0 for a free one"):
             asyncio.run(serve(EnvServeConfig(name="guess", port=port), lambda _: None))
