@@ -46,6 +46,7 @@ COMMANDS = {
     "env make swe": "tasks of software engineering, from packages with tests",
     "env make terminal": "generated terminal tasks, as folders in Harbor's format",
     "env check": "whether the rewards of an environment's tasks can be trusted",
+    "env serve": "an environment for clients of OpenEnv",
     "bench all": "everything about a model on this machine, part by part",
     "bench throughput": "tokens a second of requests that come at once",
     "bench latency": "times of requests that come one by one",

@@ -12,6 +12,7 @@ from glm5.cli.parser import Parser
 from glm5.common import open_files
 from glm5.common.console import tell
 from glm5.common.extras import require
+from glm5.common.garbage import settle
 from glm5.common.interrupt import held_interrupt
 from glm5.common.waits import Waits
 from glm5.config.serve import ServeConfig
@@ -133,6 +134,7 @@ class _Program:
             engine, template, llm.tokenizer, self.settings, keys=self.keys, state=self.state, tracing=self.tracing
         )
         self._print_choices(engine, template)
+        settle()
         return self._app
 
     def replace(self, engine: "AsyncEngine") -> None:

@@ -1,10 +1,10 @@
-"""Flags of `glm5 env make swe` and `glm5 env check`."""
+"""Flags of `glm5 env make swe`, `glm5 env check` and `glm5 env serve`."""
 
 from typing import Annotated
 
 from pydantic import Field
 
-from glm5.config.command import Command, Count, Positional
+from glm5.config.command import Command, Count, Positional, Seconds
 
 
 class EnvMakeConfig(Command):
@@ -40,5 +40,28 @@ class EnvCheckConfig(Command):
     """Folder for checked.jsonl. Default: where the tasks lie, else runs/check."""
     workers: Annotated[int, Field(ge=1, le=64)] = 2
     """Tasks at a time."""
+    unsafe_local: bool = False
+    """Run what replies write as this user, without a sandbox, where no sandbox can be had."""
+
+
+class EnvServeConfig(Command):
+    """Serve an environment over OpenEnv's WebSocket, so that clients of OpenEnv train on it. Each connection is a
+    session with one episode at a time.
+    """
+
+    name: Annotated[str, Positional()]
+    """Environment, as recipes name it."""
+    level: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Difficulty of tasks for which a reset does not give a level."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Anyone who reaches it can have tasks played, and run programs in their boxes."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 8000
+    """0: any free one."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes of the environment."""
+    max_sessions: Annotated[int, Field(ge=1, le=10**4)] = 64
+    """Connections with an episode at a time."""
+    session_timeout: Seconds = 600.0
+    """Seconds without a message after which a connection is closed."""
     unsafe_local: bool = False
     """Run what replies write as this user, without a sandbox, where no sandbox can be had."""

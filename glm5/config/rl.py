@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from glm5.config.command import Command, Positional
 from glm5.config.rl_context import Context
+from glm5.config.rl_guard import GuardSection
 from glm5.config.step import NotNegative, OptimizerConfig, Positive, Section
 from glm5.config.toml import read_toml
 from glm5.config.train import Count, ModelSection, Name, Place, Workers
@@ -164,6 +165,8 @@ class Rollouts(Section):
     """Memory of the engine's KV cache. Default: what the step's conversations need at most."""
     context: Context | None = None
     """What is done when a conversation with tools grows long. Default: nothing; a rollout ends where it is full."""
+    guard: GuardSection | None = None
+    """Which tool calls are cheating, and are answered without being run. Default: all are run."""
 
     @model_validator(mode="after")
     def _context_fits(self) -> Self:
@@ -304,6 +307,8 @@ class RLRecipe(Section):
             raise ValueError("exact: an engine with quantized weights computes otherwise; set exact = false")
         if self.agent is not None and self.rollouts.context is not None:
             raise ValueError("rollouts.context: an agent edits its conversation itself; leave it out")
+        if self.agent is not None and self.rollouts.guard is not None:
+            raise ValueError("rollouts.guard: an agent runs its tools itself; leave it out")
         if self.lr_warmup_steps >= self.steps:
             raise ValueError(f"lr_warmup_steps {self.lr_warmup_steps} must be below steps {self.steps}")
         return self

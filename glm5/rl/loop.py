@@ -11,7 +11,6 @@ bits on a CPU. Asynchronous rollouts depend on time as well; a killed run asks t
 """
 
 import asyncio
-import gc
 import json
 import logging
 import shutil
@@ -28,6 +27,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.checkpoint.save import save
 from glm5.common.atomic import atomic_write
 from glm5.common.errors import EngineDead, TrainingError
+from glm5.common.garbage import settle
 from glm5.common.interrupt import noted_interrupt
 from glm5.config.rl import RLRecipe
 from glm5.engine import AsyncEngine
@@ -153,8 +153,7 @@ class Run:
             with Watch(self.out, self.recipe, self.number) as self.watch, interrupts as interrupted:
                 try:
                     await self._alive(self._push, is_dead=True)
-                    gc.collect()
-                    gc.freeze()  # what is there stays; no collection needs to visit it again
+                    settle()
                     self.is_predicted = self.rollouts is None or is_predicted(read_lines(self.out / FILE))
                     await self._predict(self.earlier)
                     await self._steps(interrupted)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, cast
 from glm5.chat.template import ChatTemplate
 from glm5.common import log
 from glm5.common.errors import GlmError
+from glm5.common.garbage import settle
 from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.joined import JoinedLLM
@@ -107,6 +108,7 @@ class FrontEnd:
             return
         if self.service is None:
             self.app.app = self._make_app(engine)
+            settle()
         else:
             self.service.engine.replace(engine)
 

@@ -21,6 +21,7 @@ ALL = [
     "fastapi",
     "starlette",
     "uvicorn",
+    "websockets",
     "openai",
     "xgrammar",
     "transformers",

@@ -163,4 +163,4 @@ def test_the_check_notices(line, tmp_path, monkeypatch):
 
 
 def test_a_server_has_structured_output():
-    assert {"xgrammar", "fastapi", "uvicorn", "starlette"} <= distributions(["glm5[serve]"])
+    assert {"xgrammar", "fastapi", "uvicorn", "starlette", "websockets"} <= distributions(["glm5[serve]"])

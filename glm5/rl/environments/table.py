@@ -8,6 +8,7 @@
     harbor/FOLDER                                      the same of task folders in Harbor's format
     reasoning-gym/NAME                                 a dataset of that package (extra: reasoning-gym)
     swe/FOLDER                                         faults in packages, which glm5 env make swe put there
+    verifiers/FOLDER/ID                                others' environments, for the library verifiers
     package.module:name                                your own: a class or function without arguments
 
 A new one is a class of `protocol.py` and a line here.
@@ -18,7 +19,7 @@ from difflib import get_close_matches
 from importlib import import_module
 
 from glm5.common.errors import ConfigError
-from glm5.rl.environments import harbor, reasoning, swe
+from glm5.rl.environments import harbor, reasoning, swe, verifiers
 from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.coding import Coding
 from glm5.rl.environments.digits import Digits
@@ -52,6 +53,7 @@ BY_PREFIX: dict[str, Callable[[str, Boxes], Environment]] = {
     reasoning.PREFIX: lambda name, _: reasoning.Reasoning(name),
     swe.PREFIX: swe.Software,
     harbor.PREFIX: harbor.Harbor,
+    verifiers.PREFIX: lambda name, _: verifiers.Verifiers(name),
 }
 
 

@@ -27,6 +27,7 @@ from typing import Any, Self
 from glm5.common.errors import ConfigError
 from glm5.common.interrupt import signal_name
 from glm5.rl.environments.protocol import EpisodeFailed, Message, Reply, Task, Turn
+from glm5.rl.environments.verifiers import python_of
 from glm5.rl.environments.wire import LENGTH, MAX_FRAME, TooLarge, as_json, as_task, as_turn, frame
 from glm5.rl.environments.worker import NUM_THREADS
 from glm5.rl.sandbox.backends import Backend
@@ -43,9 +44,9 @@ Kind = tuple[str, int]
 class EnvironmentWorkers:
     """Processes that run the episodes of these environments; use as an async context manager.
 
-    `num_workers`: processes. `step_seconds`: time for one answer, after which its worker is killed. `sandbox`: what
-    boxes are made of; without, episodes that need one fail. Entering raises ConfigError where an environment cannot be
-    made.
+    `num_workers`: processes of each Python. `step_seconds`: time for one answer, after which its worker is killed.
+    `sandbox`: what boxes are made of; without, episodes that need one fail. Entering raises ConfigError where an
+    environment cannot be made.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class EnvironmentWorkers:
         sandbox: Backend | None = None,
     ) -> None:
         self._seconds = step_seconds
-        path = [each or os.getcwd() for each in sys.path]
-        boxes = asdict(sandbox) if sandbox else None
-        settings = {"names": list(names), "path": path, "folder": os.getcwd(), "sandbox": boxes}
-        self._slots = [_Slot(settings) for _ in range(num_workers)]
+        common = {"folder": os.getcwd(), "sandbox": asdict(sandbox) if sandbox else None}
+        self._slots = list[_Slot]()
+        for python in dict.fromkeys(map(python_of, names)):
+            path = [each or os.getcwd() for each in sys.path] if python == sys.executable else [os.getcwd()]
+            own = [name for name in names if python_of(name) == python]
+            self._slots += [_Slot(python, common | {"names": own, "path": path}) for _ in range(num_workers)]
         self._numbers = count()
 
     async def __aenter__(self) -> Self:
@@ -76,12 +79,12 @@ class EnvironmentWorkers:
 
     async def task(self, name: str, seed: int, level: int) -> Task:
         """The task of that seed and level."""
-        worker = await self._freest().worker()
+        worker = await self._freest(name).worker()
         return as_task(await worker.ask("task", self._seconds, (name, level), name=name, seed=seed, level=level))
 
     async def reset(self, task: Task) -> "RemoteEpisode":
         """Begin an episode. Raises EpisodeFailed, as all of these do."""
-        (episode,) = await self._reset(self._freest(), task, 1)
+        (episode,) = await self._reset(self._freest(task.environment), task, 1)
         if isinstance(episode, EpisodeFailed):
             raise episode
         return episode
@@ -89,7 +92,7 @@ class EnvironmentWorkers:
     async def reset_all(self, task: Task, count: int) -> "list[RemoteEpisode | EpisodeFailed]":
         """Begin episodes of a task in one worker, which then knows what is the same in them; a failure stands in the
         place of one that could not begin."""
-        slot = self._freest()
+        slot = self._freest(task.environment)
         try:
             is_quick = _kind_of(task) in (await slot.worker()).quick
         except EpisodeFailed as failure:
@@ -119,13 +122,15 @@ class EnvironmentWorkers:
 
     async def score_group(self, task: Task, rewards: Sequence[float]) -> list[float]:
         """Rewards of a group's rollouts that depend on each other."""
-        worker = await self._freest().worker()
+        worker = await self._freest(task.environment).worker()
         if task.environment not in worker.scoring:
             return list(rewards)
         return await worker.ask("score_group", self._seconds, _kind_of(task), task=as_json(task), rewards=list(rewards))
 
-    def _freest(self) -> "_Slot":
-        return min(self._slots, key=lambda slot: slot.num_episodes)
+    def _freest(self, name: str) -> "_Slot":
+        """Of those that run an environment."""
+        own = (slot for slot in self._slots if slot.python == python_of(name))
+        return min(own, key=lambda slot: slot.num_episodes)
 
 
 @dataclass(eq=False)
@@ -179,8 +184,8 @@ def _kind_of(task: Task) -> Kind:
 class _Slot:
     """A worker, and the next one after it has died."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.num_episodes = 0
+    def __init__(self, python: str, settings: Mapping[str, Any]) -> None:
+        self.python, self.num_episodes = python, 0
         self._settings, self._starting = settings, asyncio.Lock()
         self._worker: _Worker | None = None
 
@@ -188,7 +193,7 @@ class _Slot:
         """The running worker. Raises EpisodeFailed where none can be started."""
         async with self._starting:
             if self._worker is None or self._worker.is_gone:
-                self._worker = await _Worker.start(self._settings)
+                self._worker = await _Worker.start(self.python, self._settings)
             return self._worker
 
     async def close(self) -> None:
@@ -210,11 +215,11 @@ class _Worker:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, settings: Mapping[str, Any]) -> "_Worker":
+    async def start(cls, python: str, settings: Mapping[str, Any]) -> "_Worker":
         home = Path(str(files("glm5"))).parent
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __name__.removesuffix("s"), cwd=home, stdin=pipe, stdout=pipe, process_group=0
+            python, "-m", __name__.removesuffix("s"), cwd=home, stdin=pipe, stdout=pipe, process_group=0
         )
         worker = cls(process)
         try:

@@ -19,6 +19,7 @@ from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
 from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.conversation import Conversation
+from glm5.rl.rollouts.guard import Guard
 from glm5.rl.rollouts.policy import Policy, Sampled
 from glm5.rl.segments import seed_of
 
@@ -28,6 +29,7 @@ class Harness:
 
     def __init__(self, policy: Policy, workers: EnvironmentWorkers, chat: TokenChat) -> None:
         self.policy, self.workers, self.chat = policy, workers, chat
+        self.guard = None if policy.cfg.guard is None else Guard(policy.cfg.guard)
 
     async def play(
         self, task: Task, seed: int, count: int, on_episode: Callable[[int], None] = lambda _: None
@@ -124,7 +126,7 @@ class _Player:
             sampled = sampled or await self._sampled(seat, seat_number, num_turns)
             if sampled is None:
                 return
-            turn = await self._step(episode, self._said(seat, sampled))
+            turn = await self._step(episode, seat, self._said(seat, sampled))
             num_turns, sampled = num_turns + 1, None
             if not turn.is_done:
                 seat_number = turn.seat
@@ -132,12 +134,12 @@ class _Player:
         parts = (turn.rewards, *turn.seat_rewards)
         for number, seat in self.seats.items():
             seat.rollout.rewards = dict(parts[number]) if number < len(parts) else {}
-            seat.rollout.metrics = dict(turn.metrics)
+            seat.rollout.metrics |= turn.metrics
 
-    async def _step(self, episode: RemoteEpisode, reply: Reply) -> Turn:
-        began = time.monotonic()
+    async def _step(self, episode: RemoteEpisode, seat: Conversation, reply: Reply) -> Turn:
+        began, guard = time.monotonic(), self.harness.guard
         try:
-            return await episode.step(reply)
+            return await (episode.step(reply) if guard is None else guard.step(episode, reply, seat.rollout))
         finally:
             self.waited += time.monotonic() - began
 

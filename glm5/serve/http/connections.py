@@ -178,7 +178,8 @@ class Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not cycle:  # a new request, whose task has not begun
             cast("dict[str, Any]", self.scope)["extensions"] = {BODY: Body(self)}
-        self._update_wait()
+        if self in self.connections:  # not lost, nor that of a WebSocket now
+            self._update_wait()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -208,7 +209,17 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _should_upgrade(self) -> bool:
-        return False  # HTTP allows a server to ignore an upgrade; uvicorn would log a warning
+        # HTTP allows a server to ignore an upgrade; uvicorn would log a warning.
+        return self.ws_protocol_class is not None and self._get_upgrade() == b"websocket"
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Leave the connection to uvicorn's protocol for WebSockets. Its application limits sessions and their time."""
+        self._set_wait(None)
+        self.limiter.leave(self)
+        super().handle_websocket_upgrade(event)
+        protocol: Any = self.transport.get_protocol()
+        if not protocol.handshake_initiated:  # a head that `websockets` refuses: uvicorn would leave the client waiting
+            self.transport.abort()
 
     def _update_wait(self) -> None:
         """Update the timer and the limiter with what the connection waits for now."""

@@ -108,11 +108,13 @@ class AppWhenReady:
 
 class Server:
     """Serves an application on a thread from `start` to `stop`. Clients have `client_timeout` seconds to send the
-    headers of a request."""
+    headers of a request. `max_message`: bytes of a message of a WebSocket; 0: there are none."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, client_timeout: float = CLIENT_SECONDS):
+    def __init__(
+        self, app: ASGIApp, listener: socket.socket, client_timeout: float = CLIENT_SECONDS, max_message: int = 0
+    ):
         self.url = url_of(listener)
-        self._server = _Server(app, ConnectionLimiter(client_timeout))
+        self._server = _Server(app, ConnectionLimiter(client_timeout), max_message)
         self._listener = listener
         self._thread = threading.Thread(target=self._run, name="glm5-server", daemon=True)
 
@@ -177,14 +179,17 @@ def serving(app: ASGIApp, engine: Engine, listener: socket.socket) -> Iterator[s
 class _Server(uvicorn.Server):
     """Logs to the handlers that the command line set up. `settled` is set once it listens or has failed to."""
 
-    def __init__(self, app: ASGIApp, limiter: ConnectionLimiter):
+    def __init__(self, app: ASGIApp, limiter: ConnectionLimiter, max_message: int):
         # h11 and asyncio rather than optional packages, so that every machine runs the same server.
         super().__init__(
             uvicorn.Config(
                 app,
                 http=cast("type[asyncio.Protocol]", partial(Connection, limiter)),
                 loop="asyncio",
-                ws="none",
+                ws="websockets-sansio" if max_message else "none",
+                ws_max_size=max_message,
+                ws_ping_interval=None,  # the kernel notices a client that has vanished
+                ws_per_message_deflate=False,
                 lifespan="off",
                 log_config=None,
                 access_log=False,

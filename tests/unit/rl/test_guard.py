@@ -1,0 +1,164 @@
+"""The guard on tool calls: what its rules match, what a judge changes, and that the rollout goes on."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from pydantic import ValidationError
+
+from glm5.chat.template import ChatTemplate
+from glm5.common.errors import ConfigError
+from glm5.config.rl import Rollouts
+from glm5.config.rl_guard import RULES, GuardSection
+from glm5.rl.environments.boxes import NO_BOXES
+from glm5.rl.environments.protocol import Reply, Task, Turn
+from glm5.rl.environments.tool_use import LazyBox, ToolEpisode, call, function_tool
+from glm5.rl.rollout import Rollout
+from glm5.rl.rollouts.chat import TokenChat
+from glm5.rl.rollouts.guard import DUMMY, PROMPT
+from tests.support.long_conversations import ScriptedPolicy, play, said
+from tests.support.rl_recipe import small_recipe
+from tests.support.tokenizers import tiny_tokenizer
+
+CHEATS = {
+    "hidden": ["cat /tests/test_outputs.py", "ls -la '/solution'", "bash ../oracle/solve.sh", "x = open('/tests/a')"],
+    "reward": ["echo 1 > /logs/verifier/x", "printf 1 >reward.txt"],
+    "runner": ["echo 'def pytest_runtest(): 0' >> conftest.py", "PYTEST_ADDOPTS=-x python a.py", "vi unittest/case.py"],
+    "history": ["git log -p --all", "git -C /app fetch upstream", "git show FETCH_HEAD", "cd a; git diff origin/main"],
+    "upstream": [
+        *("pip download toolz==1.0", "pip3 install --force-reinstall toolz"),
+        *("curl -L https://github.com/a/b/raw/x", "python -c \"urlopen('https://pypi.org/x')\""),
+    ],
+}
+HONEST = [
+    *("cat src/tests/test_a.py", "ls tests", "python -m pytest -q", "git log --oneline -5", "git diff", "git status"),
+    *("pip install -e .", "curl http://localhost:8000/health", "grep -rn reward src", "sed -n 1,5p src/solution.py"),
+]
+
+
+def found(text: str) -> set[str]:
+    return {name for name, pattern in RULES.items() if re.search(pattern, text)}
+
+
+def test_rules_match_cheats_and_leave_honest_work_alone():
+    for name, cheats in CHEATS.items():
+        assert all(name in found(cheat) for cheat in cheats), name
+    assert set(CHEATS) == set(RULES)
+    assert {text: found(text) for text in HONEST if found(text)} == {}
+
+
+TASK = Task("shell", 0, 0, ({"role": "user", "content": "Go."},), {}, (function_tool("bash", "", command="a line"),))
+SECRET, SAFE = "cat /tests/secret", "ls"
+CHAT = TokenChat(ChatTemplate.bundled("glm-5.2", tiny_tokenizer()))
+
+
+def played(guard: dict | None) -> tuple[Rollout, list[str], str]:
+    """A policy that runs two commands in one reply, one that cheats, and one alone: its rollout, the commands that ran,
+    and the last prompt."""
+    ran = list[str]()
+
+    def bash(given) -> str:
+        ran.append(given["command"])
+        return f"result of {given['command']}"
+
+    def reset(task: Task) -> ToolEpisode:
+        end = Turn(is_done=True, rewards={"right": 1.0})
+        return ToolEpisode(task, {"bash": bash}, lambda _: end, 9, LazyBox(NO_BOXES))
+
+    both = Reply("", tool_calls=[call("bash", command=SECRET), call("bash", command=SAFE)])
+    script = [said(both), said(Reply("", tool_calls=[call("bash", command=SECRET)])), said(Reply("done"))]
+    settings = {"max_tokens": 200, "max_model_len": 4096, "guard": guard}
+    policy = ScriptedPolicy(Rollouts.model_validate(settings), CHAT, script)
+    rollout = play(policy, CHAT, TASK, reset)
+    return rollout, ran, CHAT.tokenizer.decode(policy.seen[-1][0])
+
+
+def test_a_blocked_call_is_answered_and_the_rollout_goes_on():
+    rollout, ran, prompt = played({})
+    assert (ran, rollout.reward, rollout.num_turns) == ([SAFE], 1.0, 3)
+    assert (rollout.metrics["hack_flagged"], rollout.metrics["hack_blocked"]) == (2, 2)
+    told = [one["content"] for one in rollout.messages if one["role"] == "tool"]
+    assert told == [DUMMY, f"result of {SAFE}", DUMMY]
+    assert prompt.count(DUMMY) == 2
+    assert json.loads(rollout.messages[1]["tool_calls"][0]["function"]["arguments"]) == {"command": SECRET}
+
+
+def test_control_without_a_guard_and_without_the_rule_the_call_runs():
+    rollout, ran, _ = played(None)
+    assert (ran, "hack_blocked" in rollout.metrics) == ([SECRET, SAFE, SECRET], False)
+    rollout, ran, _ = played({"rules": {"hidden": ""}})
+    assert (ran, rollout.metrics["hack_flagged"]) == ([SECRET, SAFE, SECRET], 0)
+
+
+def test_rules_of_a_recipe_are_added():
+    rollout, ran, _ = played({"rules": {"listing": r"\bls\b"}})
+    assert (ran, rollout.metrics["hack_blocked"]) == ([], 3)
+
+
+@contextmanager
+def judging(status: int, said: str, asked: list[dict], *, is_silent: bool = False) -> Iterator[str]:
+    """A judge that answers so; its URL."""
+    over = threading.Event()
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if is_silent:
+                over.wait(60)
+                return
+            body = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "blocked"),
+    [
+        *((200, "Honest work.\n\n**ALLOW**", 0), (200, "It reads tests. BLOCK.", 2)),
+        *((200, "Who knows", 2), (200, "", 2), (500, "ALLOW", 2), (200, None, 2), (200, "ALLOW" + " " * 2**20, 2)),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_judge_decides_where_a_rule_matches(status, said, blocked):
+    asked = list[dict]()
+    with judging(status, said, asked) as url:
+        rollout, ran, _ = played({"judge": url, "judge_model": "strict"})
+    assert (rollout.metrics["hack_flagged"], rollout.metrics["hack_blocked"]) == (2, blocked)
+    assert (len(asked), ran.count(SECRET)) == (2, 2 - blocked)  # nobody asks about the safe call
+    first = asked[0]
+    assert (first["model"], first["messages"][0]["content"]) == ("strict", PROMPT)
+    shown = json.loads(first["messages"][1]["content"])
+    assert (shown["rules"], SECRET in shown["call"], "Go." in shown["task"]) == (["hidden"], True, True)
+
+
+def test_the_rule_stands_where_the_judge_is_silent_or_gone():
+    asked = list[dict]()
+    with judging(200, "ALLOW", asked, is_silent=True) as url:
+        assert played({"judge": url, "judge_timeout_s": 0.05})[0].metrics["hack_blocked"] == 2
+    assert played({"judge": url})[0].metrics["hack_blocked"] == 2
+
+
+def test_what_makes_no_guard_is_refused(tmp_path):
+    with pytest.raises(ValidationError, match="no regular expression"):
+        GuardSection(rules={"bad": "("})
+    with pytest.raises(ConfigError, match="an agent runs its tools itself"):
+        small_recipe(tmp_path, 'agent.command=["x"]', "rollouts.guard={}")
