@@ -178,9 +178,7 @@ class _Simulation:
         self.profile, self.random = profile, np.random.default_rng(0)
         mixture = Mixture({one.name: one.weight for one in recipe.environment})
         services = {one.name: Service(one.name) for one in recipe.environment}
-        self.dispatcher = Dispatcher(
-            self.limits, lambda place: mixture.draw(place).environment, services, concurrency, 0
-        )
+        self.dispatcher = Dispatcher(self.limits, mixture.draw, services, concurrency, 0)
         self.sink = Sink(cfg.max_staleness, cfg.stale)
         self.engines = [_Engine(profile) for _ in range(num_engines)]
         self.now, self.step, self._order, self._is_waiting = 0.0, 0, 0, True
