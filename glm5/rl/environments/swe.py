@@ -76,6 +76,8 @@ class Software(Environment):
                 [one for n, one in enumerate(of) if self.task(n, level).key not in bad] for level, of in levels.items()
             ]
             self._records = [of for of in kept if of]
+            if not self._records:
+                raise ConfigError(f"{self.name}: no task has passed glm5 env check")
         runtime()  # what is missing fails before the training
         self.levels, self.sandbox_levels = len(self._records), range(len(self._records))
 
