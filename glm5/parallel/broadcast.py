@@ -6,8 +6,7 @@ place of a wait without end; the group is then of no use any more.
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -97,22 +96,9 @@ def _nccl(store: Store, rank: int, size: int, device: torch.device) -> Any:
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=_NEVER_SECONDS)
     options.config.blocking = False  # so that `abort` ends what waits for a member that is gone
-    with _environment(_NCCL_SETTINGS):  # read once, when it is made
-        backend: Any = ProcessGroupNCCL(store, rank, size, options)
+    for name, value in _NCCL_SETTINGS.items():  # it has no options for them, and reads them when it is made
+        os.putenv(name, value)
+    backend: Any = ProcessGroupNCCL(store, rank, size, options)
     backend._set_sequence_number_for_group()
     backend.eager_connect_single_device(device)
     return backend
-
-
-@contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

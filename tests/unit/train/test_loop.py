@@ -7,7 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -211,6 +211,7 @@ def full_disk(num_bytes):
 def test_threads_are_few_beside_a_gpu(tmp_path, monkeypatch, device, threads, number):
     wanted = recipe(tmp_path, "out").model_copy(update={"threads": threads})
     monkeypatch.setattr(loop, "device_of", lambda _name: torch.device(device))
+    monkeypatch.setattr(loop, "current", nullcontext)  # there is no GPU
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     found = []
     monkeypatch.setattr(torch, "set_num_threads", found.append)
