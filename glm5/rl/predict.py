@@ -53,7 +53,11 @@ class Profile:
 def measured_profile(recipe: RLRecipe, lines: Sequence[Mapping[str, Any]]) -> Profile | None:
     """Medians of an earlier run's last 100 steps, without its first third, in which short episodes end before long
     ones; None where it has fewer steps than CALIBRATED."""
-    steps = [one for one in lines if {"engines/step_s", "time/push"} <= one.keys()]
+    steps = [
+        {name: value for name, value in one.items() if _is_sound(value)}
+        for one in lines
+        if {"engines/step_s", "time/push"} <= one.keys()
+    ]
     if len(steps) < CALIBRATED:
         return None
     steps = steps[len(steps) // 3 :][-100:]
@@ -67,13 +71,18 @@ def measured_profile(recipe: RLRecipe, lines: Sequence[Mapping[str, Any]]) -> Pr
         own = f"/{name}" if any(f"episode/turns/{name}" in one for one in steps) else ""
         columns = {key: [of(f"episode/{key}_{at}{own}") for at in QUANTILES] for key in ("tokens", "environment_s")}
         episodes[name] = columns | {"turns": [of(f"episode/turns{own}")]}
-    pushing = fmean(one["time/push"] for one in steps) / 2  # steps without a push take less
+    pushing = fmean(one.get("time/push", 0.0) for one in steps) / 2  # steps without a push take less
     train, push = of("time/train") + of("time/record"), of("time/push", pushing)
     step, token, sampling = of("engines/step_s"), of("engines/token_s"), of("episode/s") - of("episode/environment_s")
     # As many sequences at a time as come in a second, times the seconds that each takes (Little's law).
     at_once = of("perf/rollout_tok_s") * sampling / max(1.0, of("episode/tokens")) / _num_engines(recipe)
     other = max(0.0, sampling - of("episode/tokens") * (step + token * at_once))
     return Profile(step, token, train, push, other, episodes, f"the medians of {len(steps)} steps in {recipe.folder}")
+
+
+def _is_sound(value: Any) -> bool:
+    """Whether it is a number; files may be damaged."""
+    return isinstance(value, int | float) and abs(value) <= _MOST * 1e6
 
 
 def bound(recipe: RLRecipe, token_s: float, train_s: float) -> Profile:

@@ -162,7 +162,17 @@ def test_an_earlier_run_says_how_long_things_take(tmp_path):
     more = [one | {"episode/environment_s": 3.0} for one in more]  # 4 seconds of sampling, 4 sequences at a time
     assert measured_profile(recipe, more).other_s == pytest.approx(4 - 10 * (0.05 + 4 * 0.01))
     assert measured_profile(recipe, lines[: CALIBRATED - 1]) is None
-    hostile = [{**one, "engines/step_s": math.nan, "time/train": -1.0, "episode/turns": 1e300} for one in lines]
+    hostile = [
+        {
+            **one,
+            "engines/step_s": math.nan,
+            "time/train": -1.0,
+            "time/push": 1.0,
+            "episode/tokens": "x",
+            "episode/turns": 1e300,
+        }
+        for one in lines
+    ]
     assert predicted(recipe, measured_profile(recipe, hostile))["time/step"] > 0
     own = [one | {"episode/turns/guess": 3.0, "episode/tokens_p50/guess": 7.0} for one in lines]
     assert measured_profile(recipe, own).episodes["guess"]["tokens"] == [0.0, 7.0, 0.0, 0.0]
