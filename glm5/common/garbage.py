@@ -8,4 +8,4 @@ def settle() -> None:
     memory, collections took half of a request's time (docs/log.md, 2026-11-28)."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 10, 10)
+    gc.set_threshold(5_000, 20, 20)
