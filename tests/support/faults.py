@@ -22,7 +22,7 @@ from glm5.rl.records.store import Records, read_groups
 from glm5.rl.watch import read_lines
 from tests.support.rl_recipe import TEXT
 
-STEPS, GROUPS, STALENESS = 480, 4, 2
+STEPS, GROUPS, STALENESS = 600, 4, 2
 SETTINGS = (
     *("asynchronous.max_staleness=2", 'algorithm.name="dis"', f"steps={STEPS}", 'rollouts.devices=["cpu", "cpu"]'),
     *("rollouts.watchdog_timeout=4", "environment.0.tasks=1000", "evaluation.every=1000", "workers=2"),
@@ -91,8 +91,8 @@ class Faults:
                     return recovered
                 if code in ENDED:
                     self.ended.append(now - self._asked_at)
-                    left = [one for one in self._children if one[1] == kind_of(Path(f"/proc/{one[0]}"))]
-                    assert not left, f"processes {left} outlive the run"
+                    outliving = [one for one in self._children if one[1] == kind_of(Path(f"/proc/{one[0]}"))]
+                    assert not outliving, f"processes {outliving} outlive the run"
                 elif code != -signal.SIGKILL:
                     raise AssertionError(f"exit code {code}: {self._log.read_text()[-3000:]}")
                 process = self._start()
