@@ -27,7 +27,7 @@ from glm5.rl.predict import Profile, advice, bound, measured_profile
 from glm5.rl.tasks import TaskSource
 from glm5.rl.training.critic import is_learning
 from glm5.rl.training.policy import SPARSE, choose_parameters
-from glm5.rl.watch import FILE, read_lines
+from glm5.rl.watch import read_metrics
 from glm5.train.build import model_config
 from glm5.train.estimate import (
     EFFICIENCY,
@@ -131,12 +131,12 @@ def process_bytes(recipe: RLRecipe) -> float:
 
 def measured_peak(recipe: RLRecipe) -> float:
     """Bytes of the trainer's process at its peak, where the run has measured them; else 0."""
-    return max((line.get("perf/peak_gib", 0.0) for line in read_lines(recipe.folder / FILE)), default=0.0) * GIB
+    return max((line.get("perf/peak_gib", 0.0) for line in read_metrics(recipe.folder)), default=0.0) * GIB
 
 
 def step_seconds(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, str]:
     """Seconds of a step, and where the number comes from."""
-    measured = [line["time/step"] for line in read_lines(recipe.folder / FILE) if "time/step" in line]
+    measured = [line["time/step"] for line in read_metrics(recipe.folder) if "time/step" in line]
     if len(measured) >= 2:
         return median(measured[-100:]), f"the median of {len(measured[-100:])} that were measured"
     sampling, training = token_seconds(cfg, recipe)
@@ -153,7 +153,7 @@ def token_seconds(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, float]:
 
 def profile_of(cfg: ModelConfig, recipe: RLRecipe) -> Profile:
     """What a prediction goes by: an earlier run, else the recipe's limits."""
-    if (found := measured_profile(recipe, read_lines(recipe.folder / FILE))) is not None:
+    if (found := measured_profile(recipe, read_metrics(recipe.folder))) is not None:
         return found
     sampling, training = token_seconds(cfg, recipe)
     return bound(recipe, sampling, training * max_tokens(recipe))

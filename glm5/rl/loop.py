@@ -52,7 +52,7 @@ from glm5.rl.state import RunState
 from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
 from glm5.rl.training.policy import SPARSE
 from glm5.rl.waits import EngineMeter, beside, episode_figures, in_words, is_predicted, measured, waited
-from glm5.rl.watch import FILE, Watch, read_lines
+from glm5.rl.watch import Watch, read_metrics
 from glm5.train.metrics import flops_per_token, memory
 from glm5.train.stage_trainer import device_of
 from glm5.train.state import locked, writing_to
@@ -81,7 +81,7 @@ def run(
     """
     out, device = recipe.folder, device_of(recipe.device)
     with locked(out):
-        earlier = read_lines(out / FILE)
+        earlier = read_metrics(out)
         if restart:
             for name in ("state.pt", "metrics.jsonl", "recipe.json", REPORT):
                 (out / name).unlink(missing_ok=True)
@@ -154,7 +154,7 @@ class Run:
                 try:
                     await self._alive(self._push, is_dead=True)
                     settle()
-                    self.is_predicted = self.rollouts is None or is_predicted(read_lines(self.out / FILE))
+                    self.is_predicted = self.rollouts is None or is_predicted(read_metrics(self.out))
                     await self._predict(self.earlier)
                     await self._steps(interrupted)
                 finally:
@@ -165,7 +165,7 @@ class Run:
                         await self.engines.close()
         with writing_to(self.out / REPORT):
             write_report(self.out, self.recipe)
-        lines = read_lines(self.out / FILE)
+        lines = read_metrics(self.out)
         logger.info("%s", waited(lines))
         if beside(lines):
             logger.info("measured: %s", in_words(measured(lines)))
@@ -218,7 +218,7 @@ class Run:
             figures["engines/lost"] = self.harness.policy.engines.num_lost
         self.watch.step(self.number, figures)
         if not self.is_predicted and self.number % CALIBRATED == 0:
-            await self._predict(read_lines(self.out / FILE))
+            await self._predict(read_metrics(self.out))
 
     async def _predict(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write down what the steps of an asynchronous run will be like, once there are some to go by."""

@@ -10,7 +10,7 @@ from glm5.common.plot import plot
 from glm5.config.rl import RLRecipe
 from glm5.rl.figures import MOST_AGED
 from glm5.rl.waits import PREDICTED, beside
-from glm5.rl.watch import FILE, read_lines
+from glm5.rl.watch import read_metrics
 from glm5.train.report import write_page
 
 REPORT = "report.html"
@@ -37,7 +37,7 @@ _IN_TABLE = ("reward/mean", "eval/mean", "entropy", "len/mean", "turns/mean", "t
 
 def write_report(out: Path, recipe: RLRecipe) -> Path:
     """Write the page from metrics.jsonl, atomically; returns its path."""
-    lines = read_lines(out / FILE)
+    lines = read_metrics(out)
     tables = table(lines) + comparison(lines)
     return write_page(out / REPORT, recipe.name, tables + "".join(plots(lines, recipe.steps)))
 

@@ -83,7 +83,7 @@ def waited(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def measured(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The same FIGURES of a run's lines, without the first third of its steps, where all began at once."""
-    steps = [one for one in lines if {*FIGURES[:3], "staleness/checked"} <= one.keys()]
+    steps = [one for one in lines if {*FIGURES[:3], "staleness/checked", "staleness/dropped"} <= one.keys()]
     steps = steps[len(steps) // 3 :]
 
     def total(name: str, weight: str = "") -> float:
@@ -103,7 +103,7 @@ def is_predicted(lines: Sequence[Mapping[str, Any]]) -> bool:
 
 def beside(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
     """FIGURES as they were predicted in a run, and as they were measured; empty where nothing was predicted."""
-    said = next((one for one in reversed(lines) if f"{PREDICTED}{FIGURES[0]}" in one), {})
+    said = next((one for one in reversed(lines) if {PREDICTED + name for name in FIGURES} <= one.keys()), {})
     found = measured(lines)
     return {name: (said[f"{PREDICTED}{name}"], found[name]) for name in FIGURES if said and found}
 

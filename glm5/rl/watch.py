@@ -149,9 +149,19 @@ def check_extras(recipe: RLRecipe) -> None:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, in order; a cut-off last line is left out."""
+    """The records of a file of lines with a `step`, in order; a cut-off last line is left out."""
     found: list[Any] = []
     if file.exists():
         with suppress(ValueError, RecursionError):
             found.extend(json.loads(line) for line in read_bounded_text(file, TABLES, TrainingError).splitlines())
-    return [line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int)]
+    steps = [line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int)]
+    return [line for line in steps if _is_number(line["step"])]
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of the run in `out`, without what is no number: files may be damaged."""
+    return [{name: one for name, one in line.items() if _is_number(one)} for line in read_lines(out / FILE)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)

@@ -19,6 +19,8 @@ from glm5.common.errors import ConfigError, RequestError
 from glm5.rl.gateway.messages import Message, is_reply, key_of, setting_key
 from glm5.rl.segments import Segment, SegmentTree, seed_of
 
+_INNER = frozenset(bytes([one]) for one in range(0x80, 0xC0))  # bytes of UTF-8 that begin no character
+
 
 @dataclass
 class _Node:
@@ -146,8 +148,8 @@ class Session:
             while waiting:
                 node = waiting.pop()
                 waiting += node.children
-                if node.reply is None:
-                    found |= {one.segment for one in node.children[:-1] if not one.children}
+                replies = [one for one in node.children if one.reply is not None]
+                found |= {one.segment for one in replies[:-1] if not one.children}
             return found
 
     def _longest(self, messages: Sequence[Message], tools: Any, options: Mapping[str, Any]) -> tuple[list[_Node], int]:
@@ -187,7 +189,9 @@ class Session:
                 if given[position : position + len(part)] != part:
                     continue
                 end = position + len(part)
-                if end > best[1] and (node.reply is not None or end == len(given)):
+                # A reply may end within a character of the text, whose rest cannot be tokenized by itself.
+                is_split = isinstance(given, bytes) and given[end : end + 1] in _INNER
+                if end > best[1] and not is_split and (node.reply is not None or end == len(given)):
                     best = node, end, [*before, *ids]
                 if ids is own:
                     waiting += ((child, end, [*before, *ids]) for child in node.children)

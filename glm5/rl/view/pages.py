@@ -13,7 +13,7 @@ from glm5.rl.report import comparison, plots, table
 from glm5.rl.view.timeline import timeline
 from glm5.rl.view.tokens import COLOURS, MAX_TOKENS, conversation, largest_advantage
 from glm5.rl.view.tree import tree
-from glm5.rl.watch import FILE, read_lines
+from glm5.rl.watch import read_metrics
 
 MAX_GROUPS, MAX_CHIPS = 500, 64
 """Of a page, and rollouts of a row in it."""
@@ -44,7 +44,7 @@ class RunPages:
                 raise NoPage
 
     def _run(self) -> str:
-        lines = read_lines(self.out / FILE)
+        lines = read_metrics(self.out)
         rewards = {line["step"]: line["reward/mean"] for line in lines if "reward/mean" in line}
         chips = [_chip(f"/steps/{step}", f"{step}", rewards.get(step)) for step in self.records.steps()]
         total = max((line["step"] for line in lines), default=1)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,11 @@ import pytest
 from glm5.common.errors import MissingExtra
 from glm5.config.rl import RLRecipe
 from glm5.rl import watch
-from glm5.rl.watch import FILE, Watch, check_extras, read_lines
+from glm5.rl.report import comparison, table
+from glm5.rl.view.timeline import timeline
+from glm5.rl.waits import FIGURES as SHARES
+from glm5.rl.waits import PREDICTED
+from glm5.rl.watch import FILE, Watch, check_extras, read_lines, read_metrics
 
 
 def recipe_of(**changes) -> RLRecipe:
@@ -38,6 +43,26 @@ def test_repeated_and_foreign_lines_are_left_out(tmp_path):
     with Watch(tmp_path, recipe_of(), 1, io.StringIO()):
         pass
     assert read_lines(tmp_path / FILE) == [{"step": 1}]
+
+
+ODD = (None, "x", [], {}, True, math.nan, math.inf, -1, 0, 1e308, 10**400)
+
+
+def test_figures_of_a_damaged_file_are_shown_without_what_is_no_number(tmp_path):
+    """A run ends with its report, so that a damaged line must not end it with an error."""
+    names = [*SHARES, "wait/environment", "staleness/checked", "staleness/dropped", "time/train", "reward/mean"]
+    sound = dict.fromkeys([*names, *(PREDICTED + name for name in SHARES)], 0.5)
+    for name in sound:
+        for odd in ODD:
+            damaged = [{"step": 1, **sound, name: odd}, {"step": 2, **sound}, {"step": 10**400}]
+            (tmp_path / FILE).write_text("\n".join(map(json.dumps, damaged)))
+            lines = read_metrics(tmp_path)
+            assert [line["step"] for line in lines] == [1, 2]
+            assert "0.5" in table(lines) + comparison(lines) + timeline(lines)
+        without = [{"step": 1, **{one: value for one, value in sound.items() if one != name}}]
+        table(without), comparison(without), timeline(without)
+    with pytest.raises(TypeError):  # the control: as the file has it
+        table([{"step": 1, **sound, "reward/mean": None}])
 
 
 def test_a_wide_terminal_gets_a_table(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from glm5.chat.template import ChatTemplate
 from glm5.config.serve import ServeConfig
 from glm5.rl.gateway.session import Ruled, Session
+from glm5.rl.segments import Segment
 from glm5.serve.app import create_app
 from glm5.serve.gateway import gateway
 from glm5.serve.http.keys import KeyRing, plain_keys
@@ -239,3 +240,34 @@ def test_several_completions_in_one_request_are_branches(seed):
             assert client.post("/sessions/a/v1/completions", json=body | changes).status_code == 200
         shown = client.get("/sessions/a").json()
         assert sum(one["sampled"] for one in shown["segments"]) == 2
+
+
+def test_a_text_that_splits_a_character_of_a_reply_begins_anew():
+    """The reply has two bytes of three; a client may write the whole character, whose rest is no text."""
+    tokenizer = tiny_tokenizer()
+    of_byte = {tokenizer.bytes_of(token): token for token in range(tokenizer.vocab_size)}
+    begun, ended = [of_byte[bytes([one])] for one in "€".encode()[:2]], of_byte["€".encode()[2:]]
+    session = Session(ChatTemplate.bundled("glm-5.2", tokenizer), 1000)
+    placed = session.place_text("a", tokenizer)
+    session.add(placed, {"role": "assistant", "content": ""}, Segment([*begun], None, True, [0.0] * 2, [0] * 2))
+    assert session.place_text("a€", tokenizer).ids == tokenizer.encode("a€")
+    # The control: as tokens it goes on from the reply.
+    whole = [*placed.ids, *begun, ended, 5]
+    assert session.place_text(whole, tokenizer).ids == whole
+    assert [one.parent for one in session.tree.segments] == [None, 0, None, 1]
+
+
+def test_a_retry_after_a_reply_abandons_the_first_answer(seed):
+    """A completion that has nothing new goes on from the reply itself, so that its answers are the reply's children."""
+    with recording(seed) as (client, engine):
+        complete(client, [5, 6, 7])
+        whole = [*engine.said[-1][0], *engine.said[-1][1]]
+        for _ in range(2):
+            complete(client, whole)
+        shown = client.get("/sessions/a").json()
+        assert [(one["parent"], one["abandoned"]) for one in shown["segments"]] == [
+            (None, False),
+            (0, False),
+            (1, True),
+            (1, False),
+        ]
