@@ -30,7 +30,7 @@ and the repaired package from elsewhere."""
 def _compiles(pattern: str) -> str:
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{pattern!r:.80} is no regular expression: {error}") from None
     return pattern
 

@@ -67,7 +67,15 @@ class Guard:
             async with asyncio.timeout(self._cfg.judge_timeout_s):
                 said = await _asked(f"{self._cfg.judge.rstrip('/')}/chat/completions", self._cfg.judge_model, shown)
             return {"BLOCK": True, "ALLOW": False}[said.split()[-1].strip(".*`\"'")]
-        except (TimeoutError, httpx2.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (
+            TimeoutError,
+            httpx2.HTTPError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             logger.warning("the guard's judge gave no verdict, so that rule %s stands: %r", rules[0], error)
             return True
 
