@@ -97,7 +97,7 @@ class Push:
     def __init__(
         self, model: Glm5, source: Source, buckets: Sequence[Sequence[TensorEntry]], shard: Shard = UNSHARDED
     ) -> None:
-        self._model, self.source, self._buckets, self._shard = model, source, buckets, shard
+        self.source, self._buckets, self._shard = source, buckets, shard
         bucket_of: dict[str, int] = {}
         entries: dict[str, TensorEntry] = {}
         for number, entry in ((number, entry) for number, bucket in enumerate(buckets) for entry in bucket):

@@ -20,6 +20,11 @@ MAX_DEPTH = 16
 MAX_RANKS = 64
 MaxInterTokenMs = float | Literal["auto"] | None
 KvCacheDtype = Literal["auto", "bfloat16", "fp8_key", "fp8"]
+Channel = Literal["auto", "memory", "collective"]
+"""How pushed weights reach an engine: through host memory, or by a collective, NCCL between GPUs and gloo between CPUs.
+"auto": by NCCL from one GPU to an engine on others, else through memory."""
+MAX_KEY_AGE = 1000
+"""Pushes since the oldest weights whose keys sessions may use."""
 
 
 class EngineConfig(Command):

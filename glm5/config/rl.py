@@ -16,6 +16,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from glm5.config.command import Command, Positional
+from glm5.config.engine import MAX_KEY_AGE, Channel
 from glm5.config.rl_context import Context
 from glm5.config.rl_guard import GuardSection
 from glm5.config.step import NotNegative, OptimizerConfig, Positive, Section
@@ -156,7 +157,7 @@ class Rollouts(Section):
     """Of the engines, one each, such as ["cuda:1", "cuda:2"] or ["cpu", "cpu"]. Default: one on the trainer's."""
     watchdog_timeout: Positive = 300.0
     """Seconds without a heartbeat after which an engine is taken to have ended, as of `glm5 serve`."""
-    weight_channel: Literal["auto", "memory", "collective"] = "auto"
+    weight_channel: Channel = "auto"
     """How weights reach the engines: through host memory, or by a collective, NCCL between GPUs and gloo between CPUs.
     "auto": NCCL for an engine on another GPU than the trainer's."""
     concurrency: Count | None = None
@@ -206,7 +207,7 @@ class Asynchronous(Section):
     policy: KeyPolicy = "recompute"
     """What a push does to keys and values of replies that are under way: compute them again with the new weights, or
     keep them. keep-session: keep those of at most max_key_age, which later turns of the group find, too."""
-    max_key_age: Annotated[int, Field(ge=0, le=1000)] = 2
+    max_key_age: Annotated[int, Field(ge=0, le=MAX_KEY_AGE)] = 2
     """With keep-session: pushes since the oldest weights whose keys are kept."""
 
 

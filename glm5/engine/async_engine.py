@@ -34,7 +34,8 @@ from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.link import CLOSED
 
 if TYPE_CHECKING:
-    from glm5.engine.frontend.calls import Channel, Source
+    from glm5.config.engine import Channel
+    from glm5.engine.frontend.calls import Source
     from glm5.engine.transport.wire import EngineInfo, Policy
 
 logger = logging.getLogger(__name__)

@@ -83,19 +83,19 @@ def build_for(start: Start, on_progress: Progress, heartbeat: Heartbeat | None =
     folder = Path(start.tokenizer) if start.tokenizer is not None else path
     load_tokenizer = lambda: Tokenizer.from_dir(folder)  # noqa: E731
     size = config.tensor_parallel_size
+    device = _device(start, 0, size)
     if size == 1:
-        model = _load(start, config, UNSHARDED, _device(start, 0, size), on_progress)
+        model = _load(start, config, UNSHARDED, device, on_progress)
         return build_core(model, config, source=path, load_tokenizer=load_tokenizer, on_progress=on_progress)
-    cfg, device = ModelConfig.from_file(path), _device(start, 0, size)
-    local_config(cfg, size)
+    local_config(ModelConfig.from_file(path), size)
     assert heartbeat is not None, "ranks need a process of their own"
     on_progress("waiting for the ranks", 0.0)
     rendezvous = Rendezvous()
     store = rendezvous.open(size)
     heartbeat.ranks = ranks = Ranks(start, size, rendezvous.port, heartbeat)
-    group = open_group(Shard(0, size), _device(start, 0, size), store, timeout_s=_MEET_SECONDS)
+    group = open_group(Shard(0, size), device, store, timeout_s=_MEET_SECONDS)
     read = _Read()
-    model = _load(start, config, group.shard, _device(start, 0, size), on_progress, read)
+    model = _load(start, config, group.shard, device, on_progress, read)
     on_progress("waiting for the ranks' weights", 0.0)
     connect(model, group)
     rate = read.by_all(group, model.device)

@@ -41,7 +41,8 @@ from glm5.engine.transport.wire import RoutedExperts, Start
 if TYPE_CHECKING:
     import torch
 
-    from glm5.engine.frontend.calls import Channel, Source
+    from glm5.config.engine import Channel
+    from glm5.engine.frontend.calls import Source
     from glm5.engine.transport.wire import Policy
     from glm5.model.glm5 import Glm5
 
@@ -262,7 +263,7 @@ class LLM:
         of at most a layer, and requests wait from the first to the last; if that fails midway, they wait until another
         update has replaced all weights. `policy` for running requests: "keep" what they have computed, "recompute" it,
         or "abort" them; "keep-session" recomputes, but for pages of sessions whose keys are at most `max_key_age`
-        updates old, which their later requests find, too. `channel`: how tensors get there (frontend/calls.py). Returns
+        updates old, which their later requests find, too. `channel`: how tensors get there (config/engine.py). Returns
         the version reported with later tokens: `version`, which must be larger than all before, or the last one plus 1.
         """
         return self._wait(self._calls.update_weights(source, policy, version, max_key_age, channel))["version"]

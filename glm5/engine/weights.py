@@ -83,8 +83,9 @@ class Weights:
         ]
 
         def prepare() -> bool:
-            source = SharedMemory(Path(f"/proc/{push.pid}/fd"), self.model.device)
-            if push.port is not None:
+            if push.port is None:
+                source = SharedMemory(Path(f"/proc/{push.pid}/fd"), self.model.device)
+            else:
                 source = self._receiver_at(push.port)
             self._push = Push(self._written, source, buckets, self.shard)
             return self._push.is_complete

@@ -40,7 +40,7 @@ class BroadcastGroup:
         timeout_s: float,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._timeout_s, self._is_wanted = timeout_s, is_wanted
+        self._timeout_s = timeout_s
         self._backend: Any = None
         store.set_timeout(timedelta(seconds=timeout_s))
         if rank:

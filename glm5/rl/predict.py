@@ -27,6 +27,7 @@ from glm5.rl.orchestrator.sink import Sink
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.segments import Segment
 from glm5.rl.waits import QUANTILES, in_words
+from glm5.rl.watch import is_number
 
 CALIBRATED = 20
 """Steps that a prediction needs at least."""
@@ -54,7 +55,7 @@ def measured_profile(recipe: RLRecipe, lines: Sequence[Mapping[str, Any]]) -> Pr
     """Medians of an earlier run's last 100 steps, without its first third, in which short episodes end before long
     ones; None where it has fewer steps than CALIBRATED."""
     steps = [
-        {name: value for name, value in one.items() if _is_sound(value)}
+        {name: value for name, value in one.items() if is_number(value)}
         for one in lines
         if {"engines/step_s", "time/push"} <= one.keys()
     ]
@@ -78,11 +79,6 @@ def measured_profile(recipe: RLRecipe, lines: Sequence[Mapping[str, Any]]) -> Pr
     at_once = of("perf/rollout_tok_s") * sampling / max(1.0, of("episode/tokens")) / _num_engines(recipe)
     other = max(0.0, sampling - of("episode/tokens") * (step + token * at_once))
     return Profile(step, token, train, push, other, episodes, f"the medians of {len(steps)} steps in {recipe.folder}")
-
-
-def _is_sound(value: Any) -> bool:
-    """Whether it is a number; files may be damaged."""
-    return isinstance(value, int | float) and abs(value) <= _MOST * 1e6
 
 
 def bound(recipe: RLRecipe, token_s: float, train_s: float) -> Profile:

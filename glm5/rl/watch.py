@@ -155,13 +155,14 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
         with suppress(ValueError, RecursionError):
             found.extend(json.loads(line) for line in read_bounded_text(file, TABLES, TrainingError).splitlines())
     steps = [line for line in found if isinstance(line, dict) and isinstance(line.get("step"), int)]
-    return [line for line in steps if _is_number(line["step"])]
+    return [line for line in steps if is_number(line["step"])]
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:
     """The lines of the run in `out`, without what is no number: files may be damaged."""
-    return [{name: one for name, one in line.items() if _is_number(one)} for line in read_lines(out / FILE)]
+    return [{name: one for name, one in line.items() if is_number(one)} for line in read_lines(out / FILE)]
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a float or 64 bits hold."""
     return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)

@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager
 from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -27,7 +26,7 @@ from glm5.serve.app import create_app
 from glm5.serve.http.keys import KeyRing
 from glm5.serve.http.server import bind, serving
 from tests.support.engines import ScriptedEngine
-from tests.support.scale import resident_mb
+from tests.support.scale import resident_mb, tell
 from tests.support.tokenizers import tiny_tokenizer
 
 AGENTS, TURNS, SECONDS = 1000, 8, 0.05
@@ -125,9 +124,7 @@ def main() -> None:
         process.join()
     assert engine.num_turns == args.episodes * TURNS, engine.num_turns
     print(f"{args.episodes} episodes of {TURNS} turns, {AGENTS} at a time, in {time.monotonic() - began:.0f} s")
-    print(f"processor time a turn: median {median(costs):.3f} ms, most {max(costs):.3f} ms of {WINDOW} turns")
-    tenth = max(1, len(memory) // 10)
-    print("memory, MB:", ", ".join(f"{one:.0f}" for one in memory[tenth - 1 :: tenth]))
+    tell(costs, memory)
 
 
 if __name__ == "__main__":

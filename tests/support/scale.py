@@ -74,6 +74,13 @@ def resident_mb() -> float:
     return pages * resource.getpagesize() / 1e6
 
 
+def tell(costs: Sequence[float], memory: Sequence[float]) -> None:
+    """Print milliseconds a turn and megabytes, each measured over parts of a run."""
+    print(f"processor time a turn: median {median(costs):.3f} ms, most {max(costs):.3f} ms of a part")
+    tenth = max(1, len(memory) // 10)
+    print("memory, MB:", ", ".join(f"{one:.0f}" for one in memory[tenth - 1 :: tenth]))
+
+
 async def conduct(recipe: RLRecipe, out: Path, steps: int) -> tuple[list[float], list[float]]:
     """Milliseconds of processor time a turn of each step, and megabytes after it."""
     builder = PolicyBuilder(recipe, out)
@@ -120,9 +127,7 @@ def main() -> None:
         costs, memory = asyncio.run(conduct(recipe, Path(folder) / "run", steps))
     took = time.monotonic() - began
     print(f"{args.episodes} episodes, {CONCURRENT} at a time, in {took:.0f} s")
-    print(f"processor time a turn: median {median(costs):.3f} ms, worst step {max(costs):.3f} ms")
-    tenth = max(1, len(memory) // 10)
-    print("memory, MB:", ", ".join(f"{one:.0f}" for one in memory[tenth - 1 :: tenth]))
+    tell(costs, memory)
 
 
 if __name__ == "__main__":

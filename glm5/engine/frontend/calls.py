@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from glm5.common.errors import RequestError
+from glm5.config.engine import MAX_KEY_AGE, Channel
 from glm5.engine.frontend.client import Client
 from glm5.engine.transport.wire import (
     PARTS,
@@ -32,12 +33,7 @@ if TYPE_CHECKING:
 
     Source = str | Path | Mapping[str, Tensor] | TensorStream
 
-Channel = Literal["auto", "memory", "collective"]
-"""How tensors reach an engine: through host memory, or by NCCL between GPUs (gloo between CPUs). "auto": by NCCL where
-they are on one GPU and the engine on others of the same process's, else through memory."""
-
 Called = Future[dict[str, Any]]
-MAX_KEY_AGE = 1000
 
 
 class Calls:

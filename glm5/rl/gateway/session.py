@@ -89,34 +89,25 @@ class Session:
     def place_text(self, prompt: str | Sequence[int], tokenizer: Tokenizer) -> Placed:
         """Where a completion goes on: after the longest path of completions that `prompt` begins with, be it text or
         tokens, so that only the rest is tokenized. Raises RequestError as `place` does."""
+        given = prompt.encode() if isinstance(prompt, str) else list(prompt)
         with self._lock:
-            node, position, ids = self._longest_text(prompt, tokenizer)
-            if node is not None and node.reply is None:
-                return Placed(node, ids)  # asked again
-            given = prompt.encode() if isinstance(prompt, str) else prompt
+            node, position, num_left_out = self._longest_text(given, tokenizer)
+            known = [] if node is None else self.tree.token_ids(node.segment)
+            ids = known[: len(known) - num_left_out]
+            if node is not None and position == len(given) and not num_left_out:
+                return Placed(node, ids)  # asked again, or nothing new after a reply
             rest = given[position:]
-            new = tokenizer.encode(rest.decode()) if isinstance(rest, bytes) else [*rest]
-            is_whole = node is not None and ids == self.tree.token_ids(node.segment)
-            if node is not None and is_whole and not new:
-                return Placed(node, ids)
-            if node is None or not is_whole:
-                added = self._added(Segment([*ids, *new]), ())
-                others = self._roots
-            else:
-                added = self._added(Segment(new, node.segment), ())
-                others = node.children
+            new = tokenizer.encode(rest.decode()) if isinstance(rest, bytes) else rest
+            after = None if num_left_out else node
+            segment = Segment([*ids, *new]) if after is None else Segment(new, after.segment)
+            added = self._joined(self._added(segment, ()), after)
             added.is_text = True
-            self.num_forks += bool(others)
-            others.append(added)
             return Placed(added, [*ids, *new])
 
     def aside(self, ids: Sequence[int]) -> Placed:
         """A prompt that no later request goes on from, such as one that ends within a reply."""
         with self._lock:
-            node = self._added(Segment(list(ids)), ())
-            self.num_forks += bool(self._roots)
-            self._roots.append(node)
-            return Placed(node, list(ids))
+            return Placed(self._joined(self._added(Segment(list(ids)), ())), list(ids))
 
     def add(self, placed: Placed, reply: Message, segment: Segment) -> int:
         """A reply to a placed request was sampled: the index of its segment. `segment`: without a parent."""
@@ -174,14 +165,14 @@ class Session:
                     waiting.append(([*path, child], position + 1))
         return best[1], best[0]
 
-    def _longest_text(self, prompt: str | Sequence[int], tokenizer: Tokenizer) -> tuple[_Node | None, int, list[int]]:
-        """The last node of the longest path of completions that `prompt` begins with, up to a reply or the whole of
-        it; how much of the prompt that is, and its tokens. The end of a reply may be absent: its text has none."""
-        given = prompt.encode() if isinstance(prompt, str) else list(prompt)
-        best: tuple[_Node | None, int, list[int]] = (None, 0, [])
-        waiting: list[tuple[_Node, int, list[int]]] = [(root, 0, []) for root in self._roots if root.is_text]
+    def _longest_text(self, given: bytes | list[int], tokenizer: Tokenizer) -> tuple[_Node | None, int, int]:
+        """The last node of the longest path of completions that a prompt (UTF-8 or tokens) begins with, up to a reply
+        or the whole of it, and how much of the prompt that is. The end of a reply may be absent, since its text has
+        none: the number of the path's last tokens that are left out."""
+        best: tuple[_Node | None, int, int] = (None, 0, 0)
+        waiting = [(root, 0) for root in self._roots if root.is_text]
         while waiting:
-            node, position, before = waiting.pop()
+            node, position = waiting.pop()
             own = self.tree.segments[node.segment].token_ids
             has_end = node.reply is not None and own[-1] in tokenizer.eos_ids
             for ids in (own, own[:-1]) if has_end else (own,):
@@ -192,9 +183,9 @@ class Session:
                 # A reply may end within a character of the text, whose rest cannot be tokenized by itself.
                 is_split = isinstance(given, bytes) and given[end : end + 1] in _INNER
                 if end > best[1] and not is_split and (node.reply is not None or end == len(given)):
-                    best = node, end, [*before, *ids]
+                    best = node, end, len(own) - len(ids)
                 if ids is own:
-                    waiting += ((child, end, [*before, *ids]) for child in node.children)
+                    waiting += ((child, end) for child in node.children)
                 break
         return best
 
@@ -209,22 +200,25 @@ class Session:
         ids = known.after(messages, has_tools=has_tools, call_ids=call_ids)
         before = self.tree.token_ids(after.segment)
         ids = joined(ids, before[-1])
-        node = self._added(Segment(ids, after.segment), messages)
-        self.num_forks += bool(after.children)
-        after.children.append(node)
+        node = self._joined(self._added(Segment(ids, after.segment), messages), after)
         return Placed(node, [*before, *ids])
 
     def _begins(self, messages: Sequence[Message], tools: Any, options: Mapping[str, Any]) -> Placed:
         ids = self._template.encode([dict(one) for one in messages], tools, **options)
         node = self._added(Segment(ids), messages)
         node.setting = setting_key(tools, options)
-        self.num_forks += bool(self._roots)
-        self._roots.append(node)
-        return Placed(node, ids)
+        return Placed(self._joined(node), ids)
 
     def _added(self, segment: Segment, messages: Sequence[Message]) -> _Node:
         self._count(len(segment.token_ids))
         return _Node(self.tree.add(segment), [key_of(one) for one in messages])
+
+    def _joined(self, node: _Node, after: _Node | None = None) -> _Node:
+        """A context that goes on from a reply, or begins; beside others it is a fork."""
+        others = self._roots if after is None else after.children
+        self.num_forks += bool(others)
+        others.append(node)
+        return node
 
     def _count(self, num_tokens: int) -> None:
         if self._num_tokens + num_tokens > self._max_tokens:

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from glm5.common.errors import EngineDead, GlmError
+from glm5.config.engine import Channel
 from glm5.config.rl import KeyPolicy
 from glm5.engine import AsyncEngine
-from glm5.engine.frontend.calls import Channel
 from glm5.rl.rollouts.ring import HashRing
 
 logger = logging.getLogger(__name__)

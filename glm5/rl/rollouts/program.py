@@ -81,7 +81,7 @@ class ProgramHarness:
             began = time.monotonic()
             while (rollout := await self._play(task, seed_of(seed, number), begun[number], seed)) is None:
                 await _close(begun[number])
-                begun[number] = await _reset(self.workers, task)
+                (begun[number],) = await self.workers.reset_all(task, 1)
             rollout.seconds = time.monotonic() - began
             on_episode(number)
             return [rollout]
@@ -157,15 +157,8 @@ class ProgramHarness:
         return said.decode(errors="replace").strip()
 
 
-async def _reset(workers: EnvironmentWorkers, task: Task) -> RemoteEpisode | EpisodeFailed:
-    try:
-        return await workers.reset(task)
-    except EpisodeFailed as failure:
-        return failure
-
-
 async def _close(episode: RemoteEpisode | EpisodeFailed) -> None:
-    if isinstance(episode, RemoteEpisode) and not episode.is_closed:
+    if isinstance(episode, RemoteEpisode):
         await episode.close()
 
 
