@@ -45,10 +45,13 @@ def gateway(
     config = ServeConfig(model=MODEL, max_sessions=_MOST, max_queue=_MOST_ANSWERS)
     (own,) = plain_keys([key], "user", "agents")
     app = create_app(engine, template, tokenizer, config, keys=KeyRing([own]))
-    logging.getLogger("glm5.serve").setLevel(logging.WARNING)  # it would log a line for each request
+    log = logging.getLogger("glm5.serve")
+    level = log.level
+    log.setLevel(logging.WARNING)  # it would log a line for each request
     server = Server(app, bind("127.0.0.1", 0))
     server.start()
     try:
         yield Gateway(server.url, key, own.name, app.state.service.sessions, environment)
     finally:
         server.stop()
+        log.setLevel(level)
