@@ -188,7 +188,7 @@ class _Simulation:
         self.engines = [_Engine(profile) for _ in range(num_engines)]
         self.now, self.step, self._order, self._is_waiting = 0.0, 0, 0, True
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._playing: dict[int, tuple[Any, list[Rollout], set[int]]] = {}
+        self._playing: dict[int, tuple[_Engine, list[Rollout], set[int]]] = {}
         self._taken: list[float] = []  # when each step got its batch
         self._done: list[float] = []  # and when it ended
         largest = max(0.95, 1 - 0.5 / (rollouts.groups * rollouts.group_size + 1))
@@ -234,7 +234,7 @@ class _Simulation:
             engine.load += size
             task, own = Task(start.service, start.number, 0, (), {}), self.profile.episodes[start.service]
             rollouts = [Rollout(task, start.number) for _ in range(size)]
-            self._playing[start.number] = start, rollouts, set(range(size))
+            self._playing[start.number] = engine, rollouts, set(range(size))
             turns = min(_MOST_TURNS, max(1, round(own["turns"][0])))
             tokens = self._drawn(own["tokens"], size) / turns
             waits = (self._drawn(own["environment_s"], size) + self.profile.other_s) / turns
@@ -260,30 +260,45 @@ class _Simulation:
         self._later(episode.environment_s, self._answered, episode)
 
     def _answered(self, episode: _Episode) -> None:
+        if episode.group not in self._playing:
+            return  # its group has not waited for it
         if episode.turns:
             self._sample(episode)
             return
-        start, rollouts, missing = self._playing[episode.group]
+        missing = self._playing[episode.group][-1]
         missing.remove(episode.index)
         self.dispatcher.episode_ended(episode.group, episode.index)
         if not missing:
-            episode.engine.load -= self.limits.group_size
-            del self._playing[episode.group]
-            group = Group(episode.group, rollouts[0].task, rollouts)
-            self.sink.add(self.dispatcher.end(start.number), [group])
+            self._end(episode.group)
             self._take()
         self._fill()
+
+    def _end(self, number: int) -> None:
+        """A group ends, without the episodes that have not."""
+        engine, rollouts, missing = self._playing.pop(number)
+        engine.load -= self.limits.group_size
+        for index in missing:
+            rollouts[index].failure = "stale"
+        self.sink.add(self.dispatcher.end(number), [Group(number, rollouts[0].task, rollouts)])
 
     def _take(self) -> None:
         """A batch, where the trainer waits for one."""
         if not self._is_waiting:
             return
-        for ended in self.sink.sweep(self.limits.version_at(self.step)):
-            self.dispatcher.reopen(ended.start)
-        if self.sink.take(self.dispatcher.quota(self.step)) is not None:
+        self._sweep()
+        quota = self.dispatcher.quota(self.step)
+        if self.sink.has(quota):
+            for number in self.dispatcher.overdue(self.step) if self.sink.stale == "drop" else ():
+                self._end(number)
+            self._sweep()
+            self.sink.take(quota)
             self._is_waiting = False
             self._taken.append(self.now)
             self._later(self.profile.train_s, self._trained)
+
+    def _sweep(self) -> None:
+        for ended in self.sink.sweep(self.limits.version_at(self.step)):
+            self.dispatcher.reopen(ended.start)
 
     def _trained(self, _: None) -> None:
         self.step += 1

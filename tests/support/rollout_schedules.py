@@ -78,7 +78,8 @@ class Simulation:
         self.started: Counter[str] = Counter()
         self.cancelled: Counter[str] = Counter()
         self.num_permits = 0
-        self.stale, self.excluded, self.kept_alive = set[int](), set[int](), list[Rollout]()  # rollouts by id
+        self.stale, self.excluded, self.given_up = set[int](), set[int](), set[int]()  # rollouts by id
+        self.kept_alive: list[Rollout] = []
         self.open = set(range(plan.first_step * self.limits.groups, self._num_admitted()))  # places that none covers
 
     def _version_at(self, step: int) -> int:
@@ -178,7 +179,7 @@ class Simulation:
             rollout.tree.add(Segment([2] * count, 0, True, [-1.0] * count, versions))
         rollout.failure = episode.failure
         if rollout.failure in EXCLUDED:
-            self.excluded.add(id(rollout))
+            (self.given_up if rollout.failure == "stale" else self.excluded).add(id(rollout))
             self.kept_alive.append(rollout)
         return rollout
 
@@ -196,6 +197,7 @@ class Simulation:
                 oldest = rollout.tree.oldest_version
                 is_old = oldest is not None and version - oldest > self.limits.max_staleness
                 marked = rollout.is_withheld, rollout.failure == "stale"
+                is_old |= id(rollout) in self.given_up
                 if id(rollout) in self.excluded or not is_old:
                     assert marked == (False, False)
                     continue
@@ -208,19 +210,44 @@ class Simulation:
         assert (drops.groups, drops.rollouts) == (len(dropped), len(stale))
         assert drops.lengths == Counter(map(_below, stale))
         quota = self.dispatcher.quota(self.step)
-        taken = self.sink.take(quota)
-        if taken is None:
+        held = Counter(one.start.service for one in self.sink.held)
+        assert self.sink.has(quota) == (quota <= held)
+        if not quota <= held:
             self._fill()
             return
+        if self.plan.stale == "drop" and self._give_up():
+            self._try_batch()
+            return
+        numbers = {
+            name: sorted(one.start.number for one in self.sink.held if one.start.service == name) for name in quota
+        }
+        taken = self.sink.take(quota)
+        first = [number for name, count in quota.items() for number in numbers[name][:count]]
+        assert [one.start.number for one in taken] == sorted(first), "not those that started first"
         places = range(self.step * self.limits.groups, (self.step + 1) * self.limits.groups)
         assert Counter(one.start.service for one in taken) == Counter(map(self._service_of, places))
-        assert [one.start.number for one in taken] == sorted(one.start.number for one in taken)
         for ended in taken:
             self._account(ended, "trained")
             self._check_trained(ended, version)
             self.trained[ended.start.service] += 1
         self.is_training = True
         self._later(self.random.lognormvariate(0, 0.5), "updated")
+
+    def _give_up(self) -> bool:
+        """Groups that are old enough to be stale in the next step end, if that leaves more than half of them."""
+        next_version, size = self._version_at(self.step + 1), self.limits.group_size
+        late = {
+            number
+            for number, playing in self._playing.items()
+            if next_version - next(iter(playing.values())).start.version > self.limits.max_staleness
+            and 2 * (size - len(playing)) > size
+        }
+        assert set(self.dispatcher.overdue(self.step)) == late
+        for group in late:
+            for number in list(self._playing[group]):
+                self._playing[group][number].failure = "stale"
+                self._episode((group, number))
+        return bool(late)
 
     def _is_usable(self, ended: Ended, version: int) -> bool:
         """By the rules as the report has them, written down once more."""

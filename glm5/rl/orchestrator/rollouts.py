@@ -43,6 +43,7 @@ class AsyncRollouts:
         self._again: dict[str, deque[Draw]] = {name: deque() for name in services}
         self._draws: dict[int, Draw] = {}  # of groups that are under way or in the sink
         self._playing: dict[int, asyncio.Task[None]] = {}
+        self._late: dict[int, asyncio.Event] = {}  # of each group that plays; set where it is to end as it is
         self._dropped = dict.fromkeys(services, 0)  # in a row
         self._drops = Counter[str]()  # groups that figures are to tell of, by environment
         self._ended: list[Rollout] = []  # that figures are to tell of
@@ -60,7 +61,8 @@ class AsyncRollouts:
                 error, self._error = self._error, None
                 raise error
             self._sweep(version)
-            if (taken := self.sink.take(quota)) is not None:
+            if self.sink.has(quota) and not self._give_up(step):
+                taken = self.sink.take(quota)
                 for ended in taken:
                     self._dropped[ended.start.service] = 0
                     del self._draws[ended.start.number]
@@ -133,6 +135,7 @@ class AsyncRollouts:
 
     async def _play(self, start: Start, draw: Draw) -> None:
         assert self.harness is not None
+        late = self._late[start.number] = asyncio.Event()
         try:
             groups = await play_group(
                 self.harness,
@@ -140,6 +143,7 @@ class AsyncRollouts:
                 self.limits.group_size,
                 self._seed,
                 on_episode=lambda episode: self._episode_ended(start.number, episode),
+                late=late,
             )
         except BaseException as error:
             self.dispatcher.cancel(start.number)
@@ -151,9 +155,16 @@ class AsyncRollouts:
             self._ended += [one for group in groups for one in group.rollouts]
             self.sink.add(self.dispatcher.end(start.number), groups)
         finally:
-            del self._playing[start.number]
+            del self._playing[start.number], self._late[start.number]
             self._changed.set()
         self.fill()
+
+    def _give_up(self, step: int) -> bool:
+        """Episodes that would make their groups stale are not waited for; returns whether there are such."""
+        overdue = self.dispatcher.overdue(step) if self.sink.stale == "drop" else []
+        for number in overdue:
+            self._late[number].set()
+        return bool(overdue)
 
     def _episode_ended(self, number: int, episode: int) -> None:
         self.dispatcher.episode_ended(number, episode)

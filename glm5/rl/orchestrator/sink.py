@@ -49,6 +49,8 @@ class Sink:
     def add(self, start: Start, groups: Sequence[Group]) -> None:
         """All episodes of a start have ended."""
         self._held.setdefault(start.service, []).append(Ended(start, groups))
+        for rollout in (one for group in groups for one in group.rollouts if one.failure == "stale"):
+            self._count(rollout)  # its group did not wait for it
 
     @property
     def held(self) -> list[Ended]:
@@ -67,23 +69,24 @@ class Sink:
         self.drops.groups += len(dropped)
         return dropped
 
-    def take(self, quota: Mapping[str, int]) -> list[Ended] | None:
-        """The oldest groups, as many of each service as `quota` says; None while some are missing."""
-        if any(len(self._held.get(service, ())) < count for service, count in quota.items()):
-            return None
+    def has(self, quota: Mapping[str, int]) -> bool:
+        """Whether there are as many groups of each service as `quota` says."""
+        return all(len(self._held.get(service, ())) >= count for service, count in quota.items())
+
+    def take(self, quota: Mapping[str, int]) -> list[Ended]:
+        """The groups that started first, as many of each service as `quota` says, which are there."""
         taken: list[Ended] = []
         for service, count in quota.items():
-            held = self._held[service]
+            held = sorted(self._held[service], key=lambda ended: ended.start.number)
             taken += held[:count]
-            del held[:count]
+            self._held[service] = held[count:]
         return sorted(taken, key=lambda ended: ended.start.number)
 
     def _mark(self, rollout: Rollout, version: int) -> None:
         oldest = rollout.tree.oldest_version
         if oldest is None or version - oldest <= self.max_staleness or not rollout.is_valid or rollout.is_withheld:
             return
-        self.drops.rollouts += 1
-        self.drops.lengths[1 << rollout.tree.num_sampled.bit_length()] += 1
+        self._count(rollout)
         if self.stale == "withhold":
             rollout.is_withheld = True
         else:
@@ -92,6 +95,10 @@ class Sink:
                 f"sampled with weights of version {oldest}, and the step starts with version {version}; allowed: "
                 f"{self.max_staleness} older"
             )
+
+    def _count(self, rollout: Rollout) -> None:
+        self.drops.rollouts += 1
+        self.drops.lengths[1 << rollout.tree.num_sampled.bit_length()] += 1
 
 
 def _is_trainable(ended: Ended) -> bool:

@@ -66,11 +66,13 @@ async def play_group(
     group_size: int,
     run_seed: int,
     on_episode: Callable[[int], None] = lambda _: None,
+    late: asyncio.Event | None = None,
 ) -> list[Group]:
     """The group of a draw; in self-play one for each seat. `on_episode` is called with the number of each episode as it
-    ends. Raises EngineDead or TrainingError, alone or in groups."""
+    ends. Once `late` is set, those that have not ended fail as stale. Raises EngineDead or TrainingError, alone or in
+    groups."""
     task = await _task(harness, draw)
-    episodes = await harness.play(task, seed_of(run_seed, draw.number), group_size, on_episode)
+    episodes = await harness.play(task, seed_of(run_seed, draw.number), group_size, on_episode, late)
     seats = max(len(episode) for episode in episodes)
     groups = [
         Group(draw.number, task, [episode[seat] for episode in episodes if seat < len(episode)])

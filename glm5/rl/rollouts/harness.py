@@ -14,7 +14,7 @@ from typing import Any
 
 from glm5.common.errors import EngineDead, GlmError
 from glm5.rl.environments.play import as_message
-from glm5.rl.environments.protocol import EpisodeFailed, FailureKind, Reply, Task, Turn
+from glm5.rl.environments.protocol import EpisodeFailed, Reply, Task, Turn
 from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
 from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
@@ -22,6 +22,8 @@ from glm5.rl.rollouts.conversation import Conversation
 from glm5.rl.rollouts.guard import Guard
 from glm5.rl.rollouts.policy import Policy, Sampled
 from glm5.rl.segments import seed_of
+
+LATE = "its group would have become too old while it went on"
 
 
 class Harness:
@@ -32,16 +34,24 @@ class Harness:
         self.guard = None if policy.cfg.guard is None else Guard(policy.cfg.guard)
 
     async def play(
-        self, task: Task, seed: int, count: int, on_episode: Callable[[int], None] = lambda _: None
+        self,
+        task: Task,
+        seed: int,
+        count: int,
+        on_episode: Callable[[int], None] = lambda _: None,
+        late: asyncio.Event | None = None,
     ) -> list[list[Rollout]]:
         """`count` episodes of a task; of each the rollouts of its players, most often one. `on_episode` is called with
-        the number of each as it ends. Raises EngineDead."""
+        the number of each as it ends. Once `late` is set, those that have not ended fail as stale. Raises
+        EngineDead."""
         begun = await self.workers.reset_all(task, count)
         episodes = [one for one in begun if not isinstance(one, EpisodeFailed)]
         players = [_Player(self, task, seed, number, one, on_episode) for number, one in enumerate(begun)]
         try:
             with self.policy.engines.held(seed, count):
-                await self._play_all(players, episodes, seed)
+                await unless_late(self._play_all(players, episodes, seed), late)
+            for player in players:
+                player.give_up()
         finally:
             await asyncio.gather(*(episode.close() for episode in episodes if not episode.is_closed))
         return [player.rollouts for player in players]
@@ -50,7 +60,7 @@ class Harness:
         if len(episodes) == len(players) > 1 and all(one.messages == episodes[0].messages for one in episodes):
             await self._play_together(players, seed)
         else:
-            await _all(player.play() for player in players)
+            await in_parallel(player.play() for player in players)
 
     async def _play_together(self, players: Sequence["_Player"], seed: int) -> None:
         """The first replies in one request; each goes on by itself once it has its own."""
@@ -76,6 +86,7 @@ class _Player:
         self._on_ended = on_ended
         self.seats: dict[int, Conversation] = {}
         self.waited = 0.0  # seconds, for the environment
+        self.has_ended = False
         self._began = time.monotonic()
 
     @property
@@ -91,8 +102,7 @@ class _Player:
     async def play(self, first: Sampled | None = None, first_seed: int | None = None) -> None:
         """Play to the end. `first`: the first reply, if it has been sampled already, with its seed."""
         if isinstance(self.episode, EpisodeFailed):
-            self._fail(self.episode.kind, self.episode.reason)
-            self._on_ended(self.number)
+            self._end(self.episode)
             return
         try:
             if first is None:
@@ -101,16 +111,18 @@ class _Player:
                 self._seat(0).rollout.seed = first_seed or 0
             await self._play(self.episode, first)
         except EpisodeFailed as failure:
-            self._fail(failure.kind, failure.reason)
+            self._end(failure)
         except EngineDead:
             raise
         except GlmError as error:
-            self._fail("harness", str(error))
-        for seat in self.seats.values():
-            seat.close()
-            seat.rollout.seconds = time.monotonic() - self._began
-            seat.rollout.environment_seconds = self.waited
-        self._on_ended(self.number)
+            self._end(EpisodeFailed("harness", str(error)))
+        else:
+            self._end()
+
+    def give_up(self) -> None:
+        """Its group does not wait for it any longer, if it has not ended."""
+        if not self.has_ended:
+            self._end(EpisodeFailed("stale", LATE))
 
     async def _play(self, episode: RemoteEpisode, sampled: Sampled | None) -> None:
         turn, seat_number, num_turns = Turn(), 0, 0
@@ -166,14 +178,36 @@ class _Player:
             self.seats[number] = Conversation(rollout, self.harness.chat, self.harness.policy.cfg)
         return self.seats[number]
 
-    def _fail(self, kind: FailureKind, reason: str) -> None:
-        """The episode ends here: every player's rollout says why."""
+    def _end(self, failure: EpisodeFailed | None = None) -> None:
+        """The episode ends here; every player's rollout says why, if it failed."""
+        self.has_ended = True
         self._seat(0)
         for seat in self.seats.values():
-            seat.rollout.failure, seat.rollout.failure_reason = kind, reason[:500]
+            if failure is not None:
+                seat.rollout.failure, seat.rollout.failure_reason = failure.kind, failure.reason[:500]
+            seat.close()
+            seat.rollout.seconds = time.monotonic() - self._began
+            seat.rollout.environment_seconds = self.waited
+        self._on_ended(self.number)
 
 
-async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def unless_late(work: Coroutine[Any, Any, None], late: asyncio.Event | None) -> None:
+    """Do the work, or as much of it as is done when `late` is set."""
+    if late is None:
+        await work
+        return
+    doing, waiting = asyncio.ensure_future(work), asyncio.ensure_future(late.wait())
+    try:
+        await asyncio.wait((doing, waiting), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        doing.cancel()
+        await asyncio.wait((doing,))
+    if not doing.cancelled():
+        doing.result()
+
+
+async def in_parallel(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     async with asyncio.TaskGroup() as group:
         for coroutine in coroutines:
             group.create_task(coroutine)

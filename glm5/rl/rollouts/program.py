@@ -22,6 +22,7 @@ from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
 from glm5.rl.gateway.session import Ruled, Session
 from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
+from glm5.rl.rollouts.harness import LATE, in_parallel, unless_late
 from glm5.rl.rollouts.policy import Policy
 from glm5.rl.segments import seed_of
 
@@ -71,26 +72,35 @@ class ProgramHarness:
         self.policy, self.workers, self._chat, self._gateways, self._cfg = policy, workers, chat, gateways, cfg
 
     async def play(
-        self, task: Task, seed: int, count: int, on_episode: Callable[[int], None] = lambda _: None
+        self,
+        task: Task,
+        seed: int,
+        count: int,
+        on_episode: Callable[[int], None] = lambda _: None,
+        late: asyncio.Event | None = None,
     ) -> list[list[Rollout]]:
         """`count` episodes of a task, each with one rollout. `on_episode` is called with the number of each as it ends.
-        Raises EngineDead."""
+        Once `late` is set, those that have not ended fail as stale. Raises EngineDead."""
         begun = await self.workers.reset_all(task, count)
+        ended: dict[int, Rollout] = {}
 
-        async def one(number: int) -> list[Rollout]:
+        async def one(number: int) -> None:
             began = time.monotonic()
             while (rollout := await self._play(task, seed_of(seed, number), begun[number], seed)) is None:
                 await _close(begun[number])
                 (begun[number],) = await self.workers.reset_all(task, 1)
             rollout.seconds = time.monotonic() - began
+            ended[number] = rollout
             on_episode(number)
-            return [rollout]
 
         try:
             with self.policy.engines.held(seed, count):
-                async with asyncio.TaskGroup() as group:
-                    playing = [group.create_task(one(number)) for number in range(count)]
-            return [each.result() for each in playing]
+                await unless_late(in_parallel(map(one, range(count))), late)
+            for number in range(count):
+                if number not in ended:
+                    ended[number] = Rollout(task, seed_of(seed, number), failure="stale", failure_reason=LATE)
+                    on_episode(number)
+            return [[ended[number]] for number in range(count)]
         finally:
             for episode in begun:
                 await _close(episode)

@@ -60,7 +60,7 @@ class Harness:
     async def score_group(self, _task, rewards):
         return rewards
 
-    async def play(self, task, _seed, count, _on_episode):
+    async def play(self, task, _seed, count, _on_episode, _late):
         if self.num_played == self.dies_at:
             raise EngineDead("killed")
         self.num_played += 1

@@ -19,6 +19,7 @@ from glm5.rl.orchestrator.rollouts import AsyncRollouts
 from glm5.rl.predict import CALIBRATED, Profile, bound, measured_profile, predicted
 from glm5.rl.report import comparison
 from glm5.rl.rollout import Rollout
+from glm5.rl.rollouts.harness import in_parallel, unless_late
 from glm5.rl.segments import Segment, SegmentTree
 from glm5.rl.tasks import TaskSource
 from glm5.rl.view.timeline import MOST_STEPS, timeline
@@ -84,17 +85,18 @@ def on_the_orchestrator(recipe, seed: int, steps: int) -> dict[str, float]:
     """Step time and drops of AsyncRollouts itself, with environments that sleep a log-normal time."""
     random, tasks = Random(seed), TaskSource(recipe, environments_of(recipe))
 
-    async def play(task, _seed, count, on_episode):
+    async def play(task, _seed, count, on_episode, late):
         version = harness.version
+        rollouts = [Rollout(task, number, failure="stale") for number in range(count)]
 
-        async def one(number):
-            await asyncio.sleep(random.lognormvariate(0, 1.2))
-            on_episode(number)
-            rollout = Rollout(task, number)
+        async def one(rollout):
             rollout.tree.add(Segment([0], is_sampled=True, logprobs=[0.0], versions=[version]))
-            return [rollout]
+            await asyncio.sleep(random.lognormvariate(0, 1.2))
+            rollout.failure = None
+            on_episode(rollout.seed)
 
-        return list(await asyncio.gather(*map(one, range(count))))
+        await unless_late(in_parallel(map(one, rollouts)), late)
+        return [[rollout] for rollout in rollouts]
 
     async def task_of(name, own, level):
         return Task(name, own, level, (), {})

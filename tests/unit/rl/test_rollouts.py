@@ -124,7 +124,7 @@ class Harness:
     def __init__(self, failing: int) -> None:
         self.workers = Workers(failing)
 
-    async def play(self, task: Task, seed: int, count: int, on_episode: object) -> list[list[Rollout]]:
+    async def play(self, task: Task, seed: int, count: int, on_episode: object, late: object) -> list[list[Rollout]]:
         return [[rollout()] for _ in range(count)]
 
 
