@@ -2,6 +2,7 @@
 
     python -m tests.support.latency OUT --way asynchronous --seed 0 --set steps=60
     python -m tests.support.latency --table OUT/turns-0 OUT/asynchronous-0 ...
+    python -m tests.support.latency --record FILE            a trace of terminal tasks, for --trace
 
 Each answer of the environment comes after a log-normal time (median 1 s, sigma 1.2), or one of a recorded trace.
 Oversubscribed turns start half as many groups again, as soon as others have ended, and take those that end first.
@@ -11,20 +12,24 @@ import argparse
 import asyncio
 import json
 import math
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from statistics import fmean, mean, stdev
+from statistics import fmean, mean, median, stdev
 
+from glm5.common.atomic import atomic_write
 from glm5.config.rl import read_rl_recipe
 from glm5.rl import loop
 from glm5.rl.environments.protocol import Reply, Turn
-from glm5.rl.environments.workers import RemoteEpisode
+from glm5.rl.environments.table import make
+from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
 from glm5.rl.rollout import Group
 from glm5.rl.rollouts.collect import Draw, play_group
+from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.watch import read_lines
 
 MEDIAN_S, SIGMA, LONGEST_S = 1.0, 1.2, 60.0
@@ -35,6 +40,7 @@ WAYS = {
     "asynchronous": ("asynchronous.max_staleness=4", "algorithm.name=dis"),
 }
 OVERSUBSCRIBED = 1.5
+TERMINAL, RECORDED = "terminal", 300
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}  # 95 %, by the number of pairs
 
 
@@ -60,6 +66,22 @@ def slow(latency: Latency) -> None:
         return turn
 
     RemoteEpisode.step = late  # pyright: ignore[reportAttributeAccessIssue]
+
+
+async def record(file: Path) -> None:
+    """Seconds of each answer of terminal tasks to their oracle's replies, graded at the end."""
+    environment, seconds = make(TERMINAL), list[float]()
+    async with EnvironmentWorkers([TERMINAL], num_workers=1, sandbox=choose_backend()) as workers:
+        for seed in range(RECORDED):
+            episode = await workers.reset(task := await workers.task(TERMINAL, seed, seed % environment.levels))
+            for reply in environment.oracle(task):
+                began = time.monotonic()
+                await episode.step(reply)
+                seconds.append(round(time.monotonic() - began, 5))
+            await episode.close()
+    with atomic_write(file) as handle:
+        handle.write(json.dumps({"environment": TERMINAL, "tasks": RECORDED, "seconds": seconds}) + "\n")
+    print(f"{len(seconds)} answers, median {median(seconds):.4f} s, largest {max(seconds):.4f} s")
 
 
 def oversubscribe() -> None:
@@ -146,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path, nargs="+")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--recipe", default="recipes/rl-sort.toml")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--way", choices=list(WAYS), default="asynchronous")
@@ -155,6 +178,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         table(args.out)
+        return
+    if args.record:
+        asyncio.run(record(args.out[0]))
         return
     slow(Latency(args.seed, args.scale, args.trace))
     if args.way == "oversubscribed":
