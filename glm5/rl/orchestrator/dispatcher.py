@@ -146,10 +146,9 @@ class Dispatcher:
     def overdue(self, step: int) -> list[int]:
         """Running groups that will be stale in every step after `step`, of which more than half of the episodes have
         ended: without the others they can still be trained."""
-        limits = self.limits
-        oldest = limits.version_at(step + 1) - limits.max_staleness
-        ending = (one for one in self._running.values() if 2 * one.missing < limits.group_size)
-        return [one.start.number for one in ending if one.start.version < oldest]
+        oldest = self.limits.version_at(step + 1) - self.limits.max_staleness
+        ending = (one.start for one in self._running.values() if len(one.seen) > one.missing)
+        return [start.number for start in ending if start.version < oldest]
 
     def pushed(self, version: int) -> None:
         """The engine has weights of `version`."""
