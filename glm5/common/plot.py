@@ -29,7 +29,8 @@ def plot(curves: Mapping[str, Curve], total: float, marks: Sequence[float] = ())
     captions: list[str] = []
     for number, (name, points) in enumerate(curves.items()):
         coordinates = " ".join(
-            f"{WIDTH * x / total:.1f},{HEIGHT - 4 - (HEIGHT - 8) * ((value / 2 - low / 2) / span):.1f}" for x, value in points
+            f"{WIDTH * x / total:.1f},{HEIGHT - 4 - (HEIGHT - 8) * ((value / 2 - low / 2) / span):.1f}"
+            for x, value in points
         )
         lines.append(f'<polyline class="curve-{number}" points="{coordinates}"/>')
         captions.append(f'<span class="curve-{number}">{html.escape(name)}, last {points[-1][1]:.4g}</span>')

@@ -256,14 +256,32 @@ def test_answers_of_one_request_do_not_abandon_each_other(seed):
         assert asked(prompt="one") == [(None, False), *[(0, True)] * 3, (0, False)]
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+def test_in_a_session_the_model_has_any_name(seed, path):
+    body = {"model": "claude-sonnet-9", "max_tokens": 500}
+    body |= {"prompt": "hi"} if path == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    if path == "responses":
+        body = {"model": "gpt-9-codex", "input": "hi"}
+    with recording(seed) as (client, _):
+        answer = client.post(f"/sessions/a/v1/{path}", json=body)
+        assert (answer.status_code, answer.json()["model"]) == (200, body["model"])
+        assert client.post(f"/v1/{path}", json=body, headers={"X-Session-ID": "b"}).status_code == 200
+        refused = client.post(f"/v1/{path}", json=body)  # the control
+        assert refused.status_code == 404
+        assert "does not exist; allowed: tiny" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("fields", [{"temperature": -1}, {"max_tokens": 10**9}, {"logit_bias": {"x": 1}}, {"stop": 5}])
 def test_a_refused_request_leaves_nothing(seed, fields):
     with recording(seed, max_sessions=1, max_session_tokens=600) as (client, engine):
         for number in range(30):  # together more than the session holds
             path, text = f"/sessions/{number % 2}/v1", f"Once upon a time there was number {number}"
-            for route, asked in ("completions", {"prompt": [text, text]}), (
-                "chat/completions",
-                {"messages": [{"role": "user", "content": text}]},
+            for route, asked in (
+                ("completions", {"prompt": [text, text]}),
+                (
+                    "chat/completions",
+                    {"messages": [{"role": "user", "content": text}]},
+                ),
             ):
                 assert client.post(f"{path}/{route}", json=asked | fields).status_code in (400, 422)
                 assert client.get(f"/sessions/{number % 2}").status_code == 404
