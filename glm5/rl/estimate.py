@@ -10,7 +10,7 @@ The trainer's peak is the measured one, too, where there is one. Before, every c
 
 import resource
 import shutil
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
@@ -59,7 +59,7 @@ def estimate(recipe: RLRecipe) -> str:
     trainer, engines = trainer_parts(cfg, recipe), [engine_parts(cfg, recipe, len(places), place) for place in places]
     seconds, source = step_seconds(cfg, recipe)
     peak = measured_peak(recipe)
-    needed = Counter({_numbered(device): peak or sum(trainer.values())})
+    needed = defaultdict[torch.device, float](float, {_numbered(device): peak or sum(trainer.values())})
     for place, engine in zip(places, engines, strict=True):
         needed[_numbered(place)] += sum(engine.values())
     state = sum(trainer[name] for name in ("weights", "optimizer"))
