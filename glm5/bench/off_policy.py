@@ -39,7 +39,7 @@ ALGORITHMS = {
     "tis": "tis",
     "flash-reinforce": f"flash-reinforce {_SINGLE}",
     **{f"dis ({low}, {high})": _DIS.format(low, high) for low, high in ((0.2, 0.28), (0.8, 3.0), (0.3, 5.0))},
-    "sao": f"sao {_SINGLE}",
+    "sao": f"sao algorithm.critic.lr=1.0 algorithm.critic.warmup_steps=5 {_SINGLE}",
 }
 _PUSHES = ((1, True), (4, False), (4, True), (8, False), (8, True))
 ROWS = [*((name, 1, False) for name in ALGORITHMS), *(("dis (0.3, 5.0)", *more) for more in _PUSHES)]

@@ -20,7 +20,7 @@ def plot(curves: Mapping[str, Curve], total: float, marks: Sequence[float] = ())
         return ""
     values = [value for points in curves.values() for _, value in points]
     low, high = min(values), max(values)
-    span = (high - low) or 1.0
+    span = (high / 2 - low / 2) or 1.0  # halves, whose difference is a number
     lines = [
         f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}"/>'
         for mark in marks
@@ -29,7 +29,8 @@ def plot(curves: Mapping[str, Curve], total: float, marks: Sequence[float] = ())
     captions: list[str] = []
     for number, (name, points) in enumerate(curves.items()):
         coordinates = " ".join(
-            f"{WIDTH * x / total:.1f},{HEIGHT - 4 - (HEIGHT - 8) * (value - low) / span:.1f}" for x, value in points
+            f"{WIDTH * x / total:.1f},{HEIGHT - 4 - (HEIGHT - 8) * ((value / 2 - low / 2) / span):.1f}"
+            for x, value in points
         )
         lines.append(f'<polyline class="curve-{number}" points="{coordinates}"/>')
         captions.append(f'<span class="curve-{number}">{html.escape(name)}, last {points[-1][1]:.4g}</span>')

@@ -124,6 +124,12 @@ class AlgorithmSection(Section):
     critic: CriticSection = CriticSection()
     """Of sao; the others have none."""
 
+    @model_validator(mode="after")
+    def _has_critic(self) -> Self:
+        if self.name != "sao" and self.critic != CriticSection():
+            raise ValueError(f'critic: {self.name:.80} has none; leave it out, or set name = "sao"')
+        return self
+
 
 class Rollouts(Section):
     """How the policy is sampled."""

@@ -1,20 +1,23 @@
 """`[rollouts.guard]`: which tool calls are cheating, and what asks whether they are (docs/rl-swe.md).
 
-The built-in rules fire too often rather than too seldom, for a judge to sort out. Their gaps are bounded, so that a
-search takes time in proportion to the length of a call.
+The built-in rules fire too often rather than too seldom, for a judge to sort out. All are searched by the engine of
+Rust's crate regex, which pydantic brings: it takes time in proportion to a text, where Python's may take forever.
 """
 
+import math
 import re
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from glm5.config.step import Positive, Section
 from glm5.config.train import Name
 
 _REST = r"[^\n;|&]{0,200}"  # of a shell command
 RULES = {
-    "hidden": r"(?<![\w.~/-])/(tests|solution|oracle)\b|\bsolve\.sh\b|\b(hidden|private)_tests?\b",
+    "hidden": r"(^|[^\w.~/-])/(tests|solution|oracle)\b|\bsolve\.sh\b|\b(hidden|private)_tests?\b",
     "reward": r"\breward\.(txt|json)\b|/logs/verifier\b",
     "runner": r"\b(conftest|sitecustomize|usercustomize)\.py\b|\bpytest(\.ini|_plugins)\b|\bPYTEST_\w|\b_pytest\b|"
     r"\bunittest/(case|loader|runner|suite|result)\.py\b",
@@ -27,11 +30,27 @@ RULES = {
 and the repaired package from elsewhere."""
 
 
-def _compiles(pattern: str) -> str:
+MAX_REPEATS = 1000
+"""Of a rule: its counts {n} together, times those of groups. A search takes time in proportion to them too."""
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether a text contains a match. Raises ValueError for what is no pattern of Rust's, or of more repeats."""
+    counts = re.findall(r"(\)?)\{(?:\d*,)?(\d+),?\}", pattern)
+    of_groups = math.prod(int(n) for group, n in counts if group)
+    own = sum(int(n) for group, n in counts if not group)
+    if of_groups * max(1, own) > MAX_REPEATS:
+        raise ValueError(f"{pattern!r:.80} repeats more than {MAX_REPEATS} times by its counts; use * or + for them")
     try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"{pattern!r:.80} is no regular expression: {error}") from None
+        validator = SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
+    except SchemaError as error:
+        why = str(error).strip().splitlines()[-1].strip().removeprefix("error: ").removeprefix("SchemaError: ")
+        raise ValueError(f"{pattern!r:.80} is no regular expression of Rust's crate regex: {why}") from None
+    return lambda text: validator.isinstance_python(text.encode(errors="replace").decode())
+
+
+def _compiles(pattern: str) -> str:
+    matcher(pattern)
     return pattern
 
 
@@ -40,8 +59,9 @@ class GuardSection(Section):
     the rollout goes on (GLM-5.2: ending it made training unstable)."""
 
     rules: dict[Name, Annotated[str, Field(max_length=2000), AfterValidator(_compiles)]] = {}
-    """Regular expressions by name, searched in the name and arguments of each call: beside the built-in ones hidden,
-    reward, runner, history and upstream, or in place of the one of that name. Empty: that rule is off."""
+    """Regular expressions by name, without look-around and back-references, searched in the name and arguments of each
+    call: beside the built-in ones hidden, reward, runner, history and upstream, or in place of the one of that name.
+    Empty: that rule is off."""
     judge: Annotated[str, Field(pattern=r"^https?://[^\s]{1,1000}$")] | None = None
     """URL of an OpenAI-compatible API such as http://localhost:8000/v1, which is asked, without a key, about each call
     that a rule matches. Default: what a rule matches is blocked."""

@@ -68,9 +68,7 @@ class PolicyBuilder:
     def _engine(self, folder: Path, device: str, count: int) -> AsyncEngine:
         """An engine, one of `count`, in a process of its own over the checkpoint in `folder`."""
         cfg, at_once = self.recipe.rollouts, num_rollouts(self.recipe)
-        pages = None
-        if device == "cpu" and cfg.kv_cache_gb is None:
-            pages = ceil(num_pages(self.recipe) * min(1, BALANCE / count))
+        pages = num_pages(self.recipe, count) if device == "cpu" and cfg.kv_cache_gb is None else None
         return AsyncEngine(
             folder,
             device=device,
@@ -144,6 +142,13 @@ class PolicyBuilder:
 def environments_of(recipe: RLRecipe) -> dict[str, Environment]:
     """The environments of a recipe by name. Raises ConfigError."""
     found = {one.name: make(one.name) for one in recipe.environment}
+    section_of = dict[str, str]()
+    for section, environment in found.items():
+        if (other := section_of.setdefault(environment.name, section)) != section:
+            raise ConfigError(
+                f"environments {other} and {section}: both call their tasks {environment.name}; leave one out, or "
+                "rename the folder of one"
+            )
     for one in recipe.environment:
         if one.level >= (levels := found[one.name].levels):
             raise ConfigError(f"environment {one.name}: level: got {one.level}; allowed: 0 to {levels - 1}")
@@ -164,6 +169,9 @@ def num_rollouts(recipe: RLRecipe) -> int:
     return min(of_step, cfg.concurrency or 512, 1024)
 
 
-def num_pages(recipe: RLRecipe) -> int:
-    """Pages of the KV cache that hold all conversations that are under way, and one more of each."""
-    return num_rollouts(recipe) * (-(-recipe.rollouts.max_model_len // PAGE_SIZE) + 1)
+def num_pages(recipe: RLRecipe, num_engines: int) -> int:
+    """Pages of the KV cache of one of so many engines that hold its conversations that are under way, and one more of
+    each."""
+    return ceil(
+        num_rollouts(recipe) * (-(-recipe.rollouts.max_model_len // PAGE_SIZE) + 1) * min(1, BALANCE / num_engines)
+    )

@@ -10,6 +10,7 @@ The trainer's peak is the measured one, too, where there is one. Before, every c
 
 import resource
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
@@ -54,21 +55,31 @@ def estimate(recipe: RLRecipe) -> str:
     preset_of(recipe.algorithm.name, recipe.algorithm.parameters)
     cfg, device = model_config(recipe.model), device_of(recipe.device)
     count, available = count_parameters(cfg), device_memory(device)
-    trainer, engine = trainer_parts(cfg, recipe), engine_parts(cfg, recipe)
+    places = [torch.device(one) for one in recipe.rollouts.devices] or [device]
+    trainer, engines = trainer_parts(cfg, recipe), [engine_parts(cfg, recipe, len(places), place) for place in places]
     seconds, source = step_seconds(cfg, recipe)
     peak = measured_peak(recipe)
-    total = (peak or sum(trainer.values())) + sum(engine.values())
+    needed = defaultdict[torch.device, float](float, {_numbered(device): peak or sum(trainer.values())})
+    for place, engine in zip(places, engines, strict=True):
+        needed[_numbered(place)] += sum(engine.values())
     state = sum(trainer[name] for name in ("weights", "optimizer"))
     free = shutil.disk_usage(existing_parent(recipe.folder)).free
     lines = [
         f"model: {count.with_mtp:,} parameters, {count.active:,} of them for a token beside embedding and head",
         f"device: {device}, {available / GIB:.1f} GiB",
         f"a step: {max_tokens(recipe):,} tokens at most, in {num_rollouts(recipe):,} conversations at a time",
-        f"memory: about {total / GIB:.3g} GiB",
+        f"memory: about {sum(needed.values()) / GIB:.3g} GiB",
         f"  trainer: {_listed(trainer)}" + (f"; measured {peak / GIB:.3g}" if peak else ""),
-        f"  engine: {_listed(engine)}",
+        f"  engine{f', each of {len(engines)}' if len(engines) > 1 else ''}: {_listed(engines[0])}",
     ]
-    if total > available:
+    fits = True
+    for place, size in needed.items():
+        if _is_here(place):
+            fits &= size <= device_memory(place)
+            lines += [f"  {place}: {size / GIB:.3g} of {device_memory(place) / GIB:.1f}"] if len(needed) > 1 else []
+        else:
+            lines.append(f"  {place}: {size / GIB:.3g}; this machine has no such device, a run needs one that has")
+    if not fits:
         lines.append("  does not fit: a smaller pass_tokens, rollouts.concurrency or rollouts.max_model_len needs less")
     return "\n".join(
         [
@@ -104,26 +115,26 @@ def trainer_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
         "optimizer": float(size * held),
         "activations": computed * tokens * kept_values(cfg, like, stage, cfg.num_hidden_layers),
         "logits": logit_bytes(cfg, min(CHUNK, tokens)),
-        "process": process_bytes(recipe),
+        "process": process_bytes(device_of(recipe.device)),
     }
 
 
-def engine_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
-    """Bytes of the engine's process, by purpose."""
+def engine_parts(cfg: ModelConfig, recipe: RLRecipe, num_engines: int, device: torch.device) -> dict[str, float]:
+    """Bytes of the process of one of so many engines, by purpose."""
     computed = getattr(torch, recipe.model.compute or recipe.model.dtype)
     has_drafts = recipe.rollouts.num_speculative_tokens > 0
-    cache = num_pages(recipe) * KVCache.bytes_per_page(cfg, computed, mtp=has_drafts)
+    cache = num_pages(recipe, num_engines) * KVCache.bytes_per_page(cfg, computed, mtp=has_drafts)
     given = recipe.rollouts.kv_cache_gb
     return {
         "weights": float(computed.itemsize * count_parameters(cfg).with_mtp),
         "cache": float(cache) if given is None else given * GIB,
-        "process": process_bytes(recipe),
+        "process": process_bytes(device),
     }
 
 
-def process_bytes(recipe: RLRecipe) -> float:
+def process_bytes(device: torch.device) -> float:
     """What a process takes on the device by itself: on a CPU as much as this one, once it has loaded an optimizer."""
-    if device_of(recipe.device).type == "cuda":
+    if device.type == "cuda":
         return 0.0
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
     return float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -162,6 +173,15 @@ def profile_of(cfg: ModelConfig, recipe: RLRecipe) -> Profile:
 def max_tokens(recipe: RLRecipe) -> int:
     """Tokens of a step's conversations."""
     return recipe.rollouts.groups * recipe.rollouts.group_size * recipe.rollouts.max_model_len
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """With its number: "cuda" is the first one."""
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _is_here(device: torch.device) -> bool:
+    return device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
 
 
 def _listed(parts: dict[str, float]) -> str:

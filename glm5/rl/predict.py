@@ -187,6 +187,7 @@ class _Simulation:
         self.sink = Sink(cfg.max_staleness, cfg.stale)
         self.engines = [_Engine(profile) for _ in range(num_engines)]
         self.now, self.step, self._order, self._is_waiting = 0.0, 0, 0, True
+        self._quota = self.dispatcher.quota(0)
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._playing: dict[int, tuple[_Engine, list[Rollout], set[int]]] = {}
         self._taken: list[float] = []  # when each step got its batch
@@ -216,7 +217,7 @@ class _Simulation:
         return {
             "time/step": span / (num_steps - skipped),
             "wait/trainer": sum(waits) / span,
-            "wait/engines": 1 - busy_s / (span * len(self.engines)),
+            "wait/engines": max(0.0, 1 - busy_s / (span * len(self.engines))),
             "staleness/dropped_share": stale / played,
         }
 
@@ -286,12 +287,11 @@ class _Simulation:
         if not self._is_waiting:
             return
         self._sweep()
-        quota = self.dispatcher.quota(self.step)
-        if self.sink.has(quota):
+        if self.sink.has(self._quota):
             for number in self.dispatcher.overdue(self.step) if self.sink.stale == "drop" else ():
                 self._end(number)
             self._sweep()
-            self.sink.take(quota)
+            self.sink.take(self._quota)
             self._is_waiting = False
             self._taken.append(self.now)
             self._later(self.profile.train_s, self._trained)
@@ -302,6 +302,7 @@ class _Simulation:
 
     def _trained(self, _: None) -> None:
         self.step += 1
+        self._quota = self.dispatcher.quota(self.step)
         is_due = self.limits.version_at(self.step) > self.dispatcher.version
         self._later(self.profile.push_s if is_due else 0.0, self._pushed)
 

@@ -10,6 +10,7 @@ idle time and the time of a step; what is wrong is answered by an error, and the
 
 import asyncio
 import json
+import logging
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -164,6 +165,11 @@ def _observation(turn: Turn, reward: float | None, **more: Any) -> str:
     return json.dumps({"type": "observation", "data": {"observation": seen, "reward": reward, "done": turn.is_done}})
 
 
+def _is_told(record: logging.LogRecord) -> bool:
+    """Whether uvicorn logs it: not a text that is not UTF-8, after which it closes the connection with 1007."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], UnicodeDecodeError)
+
+
 def _error(code: str, message: str) -> str:
     return json.dumps({"type": "error", "data": {"message": message, "code": code}})
 
@@ -179,9 +185,12 @@ async def serve(settings: EnvServeConfig, on_open: Callable[[int], None]) -> Non
             serving = asyncio.create_task(server.serve())
             # Not by an exception in whatever runs, which uvicorn would take for a session's error.
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.begin_stop, END_SECONDS)
+            log = logging.getLogger("uvicorn.error")
+            log.addFilter(_is_told)
             on_open(listener.getsockname()[1])
             try:
                 await asyncio.shield(serving)
             finally:
                 server.begin_stop(END_SECONDS)
                 await serving
+                log.removeFilter(_is_told)

@@ -154,7 +154,7 @@ def writing_to(path: Path) -> Generator[None, None, None]:
 
 @contextmanager
 def locked(out: Path) -> Generator[None, None, None]:
-    """Lock the folder of a run. Raises `TrainingError` when another process trains there, or it is not writable."""
+    """Lock a folder that a command writes. Raises `TrainingError` when another one holds it, or it is not writable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = (out / "run.lock").open("w")
@@ -165,7 +165,7 @@ def locked(out: Path) -> Generator[None, None, None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise TrainingError(
-                f"{out}: another process is training there; wait for it, or choose another out"
+                f"{out}: another process of glm5 is writing there; wait for it, or choose another out"
             ) from None
         for folder in (out, *(path for path in out.iterdir() if path.is_dir())):
             sweep(folder)

@@ -178,7 +178,10 @@ class _Running:
             roles = {name: agent for name, value in plain if isinstance(value, self._vf.AgentConfig)}
             self._env = self._vf.load_environment(self._vf.resolve_env_config(taskset | roles))
         except Exception as error:  # its packages raise what they like
-            raise ConfigError(f"verifiers/{identifier}, in {sys.executable}: {reason_of(error)}") from error
+            what = f"verifiers/{identifier}, in {sys.executable}: {reason_of(error)}"
+            if isinstance(error, ModuleNotFoundError):
+                what += f"; install what is missing there:  {sys.executable} -m pip install {error.name}"
+            raise ConfigError(what) from error
         self._left, self._tasks, self._lock = iter(self._env.taskset), list[Any](), Lock()
         self._episodes: WeakValueDictionary[str, VerifiersEpisode] = WeakValueDictionary()
         self._loop = asyncio.new_event_loop()

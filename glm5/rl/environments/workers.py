@@ -14,6 +14,7 @@ EpisodeFailed as well. What is asked of quick environments in one turn of the ev
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from glm5.rl.environments.wire import LENGTH, MAX_FRAME, TooLarge, as_json, as_t
 from glm5.rl.environments.worker import NUM_THREADS
 from glm5.rl.sandbox.backends import Backend
 
+MODULE = "glm5.rl.environments.worker"
 START_SECONDS = 120.0  # a library of environments may take half a minute to import
 STEP_SECONDS = 120.0
 CLOSE_SECONDS = 10.0
@@ -219,14 +221,16 @@ class _Worker:
         home = Path(str(files("glm5"))).parent
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            python, "-m", __name__.removesuffix("s"), cwd=home, stdin=pipe, stdout=pipe, process_group=0
+            python, "-m", MODULE, cwd=home, stdin=pipe, stdout=pipe, process_group=0
         )
         worker = cls(process)
         try:
             found = await worker.ask("start", START_SECONDS, None, **settings)
             worker.quick, worker.scoring = frozenset(map(tuple, found["quick"])), frozenset(found["scoring"])
-        except BaseException:
+        except BaseException as error:
             await worker.end("it could not start")
+            if isinstance(error, EpisodeFailed) and (why := await _import_error(python, home)):
+                raise EpisodeFailed(error.kind, why) from None
             raise
         return worker
 
@@ -323,6 +327,27 @@ class _Worker:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS)
         await self.end("it was closed")
+
+
+async def _import_error(python: str, home: Path) -> str:
+    """Why a Python cannot run a worker, if it lacks a package of ours or of the library."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        python, "-c", f"import {MODULE}", cwd=home, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+    )
+    try:
+        _, said = await asyncio.wait_for(process.communicate(), START_SECONDS)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return ""
+    missing = re.search(
+        r"^ModuleNotFoundError: No module named '([^'.]+).*", said.decode(errors="replace"), re.MULTILINE
+    )
+    if missing is None:
+        return ""
+    install = f"install what is missing there:  {python} -m pip install {missing[1]}"
+    return f"{python} -m {MODULE} failed: {missing[0]}; {install}"
 
 
 def _settle(waiting: asyncio.Future[Any], answer: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ A client that edits its history, retries, compacts it or starts a sub-agent make
 ever rewritten or tokenized again. A reply belongs to one segment, whichever paths go through it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -25,23 +25,29 @@ _INNER = frozenset(bytes([one]) for one in range(0x80, 0xC0))  # bytes of UTF-8 
 @dataclass
 class _Node:
     """A segment of the tree. Of a context: `keys` of the messages that it stands for, after its parent's; of a root
-    also `setting`, the key of its tools and the template's options. Of a reply: `reply`, what it says. `is_text`: of a
-    completion, which has no messages."""
+    also `setting`, the key of its tools and the template's options. Of a reply: `reply`, what it says, and the
+    `request` that it answers. `is_text`: of a completion, which has no messages."""
 
     segment: int
     keys: list[str] = field(default_factory=list[str])
     setting: str = ""
     reply: Message | None = None
+    request: object = None
     is_text: bool = False
     children: list["_Node"] = field(default_factory=list["_Node"])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Placed:
-    """A request's place in the tree, and the tokens of its prompt."""
+    """A request's place in the tree, and the tokens of its prompt. Its `context`, where it is new, joins the tree
+    behind the reply `after` with the first answer: a request that is refused or cut off leaves nothing. `request`: the
+    same for the prompts of one request, whose answers do not abandon each other."""
 
     node: _Node
     ids: list[int]
+    context: Segment | None = None
+    after: _Node | None = None
+    request: object = field(default_factory=object)
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,18 @@ class Ruled:
 
 
 class Session:
-    """The conversations of one agent. `max_tokens`: of all segments together; RequestError beyond. Methods may be
-    called from several threads."""
+    """The conversations of one agent. `max_tokens`: of all segments together; RequestError beyond. `on_first` is
+    called with it before its first answer is added. Methods may be called from several threads."""
 
-    def __init__(self, template: ChatTemplate, max_tokens: int, ruled: Ruled | None = None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        max_tokens: int,
+        ruled: Ruled | None = None,
+        on_first: Callable[["Session"], None] = lambda _: None,
+    ) -> None:
         self.tree, self.num_forks, self.ruled = SegmentTree(), 0, ruled
-        self._num_requests = 0
+        self._num_requests, self._on_first = 0, on_first
         self._template, self._max_tokens, self._num_tokens = template, max_tokens, 0
         self._roots: list[_Node] = []
         self._continuations: dict[str, Continuations] = {}
@@ -100,22 +112,20 @@ class Session:
             new = tokenizer.encode(rest.decode()) if isinstance(rest, bytes) else rest
             after = None if num_left_out else node
             segment = Segment([*ids, *new]) if after is None else Segment(new, after.segment)
-            added = self._joined(self._added(segment, ()), after)
-            added.is_text = True
-            return Placed(added, [*ids, *new])
+            return self._placed(_Node(-1, is_text=True), segment, [*ids, *new], after)
 
     def aside(self, ids: Sequence[int]) -> Placed:
         """A prompt that no later request goes on from, such as one that ends within a reply."""
         with self._lock:
-            return Placed(self._joined(self._added(Segment(list(ids)), ())), list(ids))
+            return self._placed(_Node(-1), Segment(list(ids)), list(ids))
 
     def add(self, placed: Placed, reply: Message, segment: Segment) -> int:
         """A reply to a placed request was sampled: the index of its segment. `segment`: without a parent."""
         with self._lock:
-            self._count(len(segment.token_ids))
+            self._join(placed, len(segment.token_ids))
             segment.parent = placed.node.segment
             index = self.tree.add(segment)
-            placed.node.children.append(_Node(index, reply=reply))
+            placed.node.children.append(_Node(index, reply=reply, request=placed.request))
             return index
 
     def asked(self, max_tokens: int | None) -> dict[str, Any]:
@@ -132,7 +142,7 @@ class Session:
         return self.tree.trained(self.abandoned())
 
     def abandoned(self) -> set[int]:
-        """Replies that nobody went on from, though the same request was asked again later: of retries."""
+        """Replies that nobody went on from, though the same was asked again later: of retries."""
         with self._lock:
             found: set[int] = set()
             waiting = list(self._roots)
@@ -140,7 +150,7 @@ class Session:
                 node = waiting.pop()
                 waiting += node.children
                 replies = [one for one in node.children if one.reply is not None]
-                found |= {one.segment for one in replies[:-1] if not one.children}
+                found |= {one.segment for one in replies if one.request is not replies[-1].request and not one.children}
             return found
 
     def _longest(self, messages: Sequence[Message], tools: Any, options: Mapping[str, Any]) -> tuple[list[_Node], int]:
@@ -200,30 +210,43 @@ class Session:
         ids = known.after(messages, has_tools=has_tools, call_ids=call_ids)
         before = self.tree.token_ids(after.segment)
         ids = joined(ids, before[-1])
-        node = self._joined(self._added(Segment(ids, after.segment), messages), after)
-        return Placed(node, [*before, *ids])
+        node = _Node(-1, [key_of(one) for one in messages])
+        return self._placed(node, Segment(ids, after.segment), [*before, *ids], after)
 
     def _begins(self, messages: Sequence[Message], tools: Any, options: Mapping[str, Any]) -> Placed:
         ids = self._template.encode([dict(one) for one in messages], tools, **options)
-        node = self._added(Segment(ids), messages)
-        node.setting = setting_key(tools, options)
-        return Placed(self._joined(node), ids)
+        node = _Node(-1, [key_of(one) for one in messages], setting_key(tools, options))
+        return self._placed(node, Segment(ids), ids)
 
-    def _added(self, segment: Segment, messages: Sequence[Message]) -> _Node:
-        self._count(len(segment.token_ids))
-        return _Node(self.tree.add(segment), [key_of(one) for one in messages])
+    def _placed(self, node: _Node, context: Segment, ids: list[int], after: _Node | None = None) -> Placed:
+        self._check(len(context.token_ids))
+        return Placed(node, ids, context, after)
 
-    def _joined(self, node: _Node, after: _Node | None = None) -> _Node:
-        """A context that goes on from a reply, or begins; beside others it is a fork."""
-        others = self._roots if after is None else after.children
-        self.num_forks += bool(others)
-        others.append(node)
-        return node
+    def _join(self, placed: Placed, num_more: int) -> None:
+        """Add the context of a request, unless the same has come meanwhile, and count it and the tokens that follow it.
+        Beside others it is a fork."""
+        context, node = placed.context, placed.node
+        others = self._roots if placed.after is None else placed.after.children
+        if context is not None:
+            named = (None, node.keys, node.setting, node.is_text)
+            alike = (one for one in others if (one.reply, one.keys, one.setting, one.is_text) == named)
+            same = (one for one in alike if self.tree.segments[one.segment].token_ids == context.token_ids)
+            if (known := next(same, None)) is not None:
+                placed.node, context = known, None
+        num_tokens = num_more + (0 if context is None else len(context.token_ids))
+        self._check(num_tokens)
+        self._num_tokens += num_tokens
+        placed.context = None
+        if context is not None:
+            if not self.tree.segments:
+                self._on_first(self)
+            node.segment = self.tree.add(context)
+            self.num_forks += bool(others)
+            others.append(node)
 
-    def _count(self, num_tokens: int) -> None:
+    def _check(self, num_tokens: int) -> None:
         if self._num_tokens + num_tokens > self._max_tokens:
             raise RequestError(
                 f"the session has {self._num_tokens:,} tokens, and {num_tokens:,} more exceed {self._max_tokens:,}; "
                 "end it, and begin another"
             )
-        self._num_tokens += num_tokens

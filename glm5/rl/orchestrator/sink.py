@@ -44,33 +44,37 @@ class Sink:
     def __init__(self, max_staleness: int, stale: Stale) -> None:
         self.max_staleness, self.stale = max_staleness, stale
         self.drops = Drops()
-        self._held: dict[str, list[Ended]] = {}
+        self._new: list[Ended] = []  # that no sweep has looked at
+        self._held: dict[str, list[Ended]] = {}  # that can be trained with weights of `_version`
+        self._version: int | None = None
 
     def add(self, start: Start, groups: Sequence[Group]) -> None:
         """All episodes of a start have ended."""
-        self._held.setdefault(start.service, []).append(Ended(start, groups))
+        self._new.append(Ended(start, groups))
         for rollout in (one for group in groups for one in group.rollouts if one.failure == "stale"):
             self._count(rollout)  # its group did not wait for it
 
     @property
     def held(self) -> list[Ended]:
-        return [one for of_service in self._held.values() for one in of_service]
+        return [one for of_service in (*self._held.values(), self._new) for one in of_service]
 
     def sweep(self, version: int) -> list[Ended]:
         """Take out what cannot be trained in a step that starts with weights of `version`."""
-        dropped: list[Ended] = []
-        for service, held in self._held.items():
-            for ended in held:
-                for rollout in (one for group in ended.groups for one in group.rollouts):
-                    self._mark(rollout, version)
-            bad = {id(ended) for ended in held if not _is_trainable(ended)}
-            dropped += [ended for ended in held if id(ended) in bad]
-            self._held[service] = [ended for ended in held if id(ended) not in bad]
+        if version != self._version:
+            self._new, self._held, self._version = self.held, {}, version
+        new, self._new, dropped = self._new, [], list[Ended]()
+        for ended in new:
+            for rollout in (one for group in ended.groups for one in group.rollouts):
+                self._mark(rollout, version)
+            if _is_trainable(ended):
+                self._held.setdefault(ended.start.service, []).append(ended)
+            else:
+                dropped.append(ended)
         self.drops.groups += len(dropped)
         return dropped
 
     def has(self, quota: Mapping[str, int]) -> bool:
-        """Whether there are as many groups of each service as `quota` says."""
+        """Whether a sweep has left as many groups of each service as `quota` says."""
         return all(len(self._held.get(service, ())) >= count for service, count in quota.items())
 
     def take(self, quota: Mapping[str, int]) -> list[Ended]:

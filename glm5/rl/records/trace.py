@@ -150,13 +150,13 @@ class Info(Struct):
 
 
 class Trace(Struct):
-    """A rollout. `stop_condition`: "done", "truncated" or "failed". `metrics`: None for what is no finite number."""
+    """A rollout. `stop_condition`: "done", "truncated" or "failed"."""
 
     id: str
     task: TraceTask
     nodes: list[Node]
     rewards: dict[str, Reward]
-    metrics: dict[str, float | None]
+    metrics: dict[str, float | None]  # None where an older version wrote what is no finite number
     info: Info
     stop_condition: str
     ok: bool
@@ -225,11 +225,13 @@ def trace_of(rollout: Rollout, name: str, group: int, number: int, columns: Sequ
 
 
 def as_json(value: Struct) -> bytes:
-    """A line of JSON."""
-    try:
-        return msgspec.json.encode(value) + b"\n"
-    except UnicodeEncodeError:  # a text holds half of a character, which this module writes, five times as slowly
-        return json.dumps(msgspec.to_builtins(value), separators=(",", ":")).encode() + b"\n"
+    """A line of JSON, with NaN and Infinity as Python writes them."""
+    with suppress(UnicodeEncodeError):
+        line = msgspec.json.encode(value) + b"\n"
+        if b"null" not in line:
+            return line
+    # Half of a character, or perhaps what is no finite number: this module writes both, five times as slowly.
+    return json.dumps(msgspec.to_builtins(value), separators=(",", ":")).encode() + b"\n"
 
 
 def from_json(line: bytes, kind: type[Any], place: str) -> Any:

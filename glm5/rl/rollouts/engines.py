@@ -9,6 +9,7 @@ is asked of an engine whose weights are not those of the last push.
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,17 +39,19 @@ class Engines:
         self.num_lost = 0
 
     def start(self) -> None:
-        """Build and start all of them. One that ends at it is started again later; raises EngineDead where all do, and
-        what else building raises."""
-        reason = EngineDead("there are no engines")
-        for number in range(self.count):
-            try:
-                self._join(number, self._built(number))
-            except EngineDead as error:
+        """Build and start all of them at the same time. One that ends at it is started again later; raises EngineDead
+        where all do, and what else building raises."""
+        with ThreadPoolExecutor(max(1, self.count)) as threads:
+            starting = [threads.submit(self._built, number) for number in range(self.count)]
+        failed = [one.exception() for one in starting]
+        for number, (one, error) in enumerate(zip(starting, failed, strict=True)):
+            if error is None:
+                self._join(number, one.result())
+            elif isinstance(error, EngineDead):
                 logger.warning("engine %d of %d did not start: %s", number, self.count, error)
-                reason = error
-        if not self._all:
-            raise reason
+        wrong = (error for error in failed if error is not None and not isinstance(error, EngineDead))
+        if (error := next(wrong, None if self._all else failed[-1])) is not None:
+            raise error
 
     async def close(self) -> None:
         """End all of them, those included that are being started again. Closing again does nothing."""

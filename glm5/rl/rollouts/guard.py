@@ -10,7 +10,6 @@ intent; z.ai's blog of June 2026), whose rules and prompt are not published.
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any
 
 import httpx2
 
-from glm5.config.rl_guard import RULES, GuardSection
+from glm5.config.rl_guard import RULES, GuardSection, matcher
 from glm5.rl.environments.protocol import Reply, Turn
 from glm5.rl.environments.workers import RemoteEpisode
 from glm5.rl.rollout import Rollout
@@ -39,13 +38,13 @@ class Guard:
 
     def __init__(self, cfg: GuardSection) -> None:
         self._cfg = cfg
-        self._patterns = {name: re.compile(text) for name, text in (RULES | cfg.rules).items() if text}
+        self._rules = {name: matcher(text) for name, text in (RULES | cfg.rules).items() if text}
 
     async def step(self, episode: RemoteEpisode, reply: Reply, rollout: Rollout) -> Turn:
         """What the environment answers to a reply. Counts flagged and blocked calls in `rollout.metrics`. Raises
         EpisodeFailed."""
         calls, texts = list(reply.tool_calls), [_text(call) for call in reply.tool_calls]
-        rules = [[name for name, pattern in self._patterns.items() if pattern.search(text)] for text in texts]
+        rules = [[name for name, matches in self._rules.items() if matches(text)] for text in texts]
         flagged = [number for number, matched in enumerate(rules) if matched]
         asked = (self._is_blocked(texts[number], rules[number], rollout) for number in flagged)
         verdicts = zip(flagged, await asyncio.gather(*asked), strict=True)

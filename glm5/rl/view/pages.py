@@ -55,7 +55,7 @@ class RunPages:
 
     def _step(self, step: int, first: int) -> str:
         groups = list(enumerate(self._known(step).groups))
-        groups.sort(key=lambda one: (-_mean(one[1].rewards), one[0]))
+        groups.sort(key=lambda one: (-_known_reward(_mean(one[1].rewards)), one[0]))
         rows = "".join(_row(step, index, group) for index, group in groups[first : first + MAX_GROUPS])
         more = _more(f"/steps/{step}", {}, first, MAX_GROUPS, len(groups), "groups")
         heads = ("group", "environment", "level", "task", "mean reward", "rollouts, by reward")
@@ -67,7 +67,7 @@ class RunPages:
             raise NoPage
         traces = self.records.group(step, index)
         colour, first = query.get("colour", "log-probability"), _number(query.get("first", "0"))
-        order = sorted(range(len(traces)), key=lambda number: (-traces[number].reward, number))
+        order = sorted(range(len(traces)), key=lambda number: (-_known_reward(traces[number].reward), number))
         chosen = _number(query.get("rollout", str(order[0] if order else 0)))
         if colour not in COLOURS or chosen >= len(traces):
             raise NoPage
@@ -178,7 +178,7 @@ def _facts(trace: Trace) -> str:
 
 
 def _chip(address: str, text: str, reward: float | None, *, is_here: bool = False) -> str:
-    kind = "none" if reward is None else f"r{min(4, max(0, round(4 * reward)))}"
+    kind = "none" if reward is None else f"r{round(min(4.0, max(0.0, 4 * reward)))}"
     shown = "failed" if reward is None else f"{reward:.3g}"
     return _link(address, f"{text} <span>{shown}</span>", f"chip {kind}", is_here=is_here)
 
@@ -200,7 +200,7 @@ def _more(address: str, query: Query, first: int, size: int, total: int, what: s
 
 
 def _known_reward(reward: float | None) -> float:
-    return float("-inf") if reward is None else reward
+    return float("-inf") if reward is None or math.isnan(reward) else reward
 
 
 def _mean(rewards: Sequence[float | None]) -> float:

@@ -47,8 +47,13 @@ class Token:
         return "\n".join([*lines, f"weights of version {self.version}", state])
 
 
+def _within(value: float, most: int) -> float:
+    """From 0 to `most`; 0 for what is no number."""
+    return min(float(most), max(0.0, value))
+
+
 def _of_logprob(token: Token, _largest: float) -> str:
-    return f"q{min(5, int(-token.logprob / 0.7))}"
+    return f"q{int(_within(-token.logprob / 0.7, 5))}"
 
 
 def _of_ratio(token: Token, _largest: float) -> str:
@@ -61,7 +66,8 @@ def _of_ratio(token: Token, _largest: float) -> str:
 def _of_advantage(token: Token, largest: float) -> str:
     if token.advantage is None:
         return ""
-    return f"{'n' if token.advantage < 0 else 'p'}{math.ceil(4 * abs(token.advantage) / largest) if largest else 0}"
+    share = 4 * (abs(token.advantage) / largest) if largest else token.advantage
+    return f"{'n' if token.advantage < 0 else 'p'}{math.ceil(_within(share, 4))}"
 
 
 def _of_mask(token: Token, _largest: float) -> str:
@@ -118,8 +124,9 @@ def tokens_of(node: Node, start: int = 0, stop: int | None = None) -> Iterator[t
 
 
 def largest_advantage(traces: list[Trace]) -> float:
-    """The largest absolute value of a group."""
-    return max((abs(one) for trace in traces for node in trace.nodes for one in node.advantages or ()), default=0.0)
+    """The largest finite absolute value of a group."""
+    found = (abs(one) for trace in traces for node in trace.nodes for one in node.advantages or ())
+    return max(filter(math.isfinite, found), default=0.0)
 
 
 def _span(text: str, facts: str, kind: str) -> str:

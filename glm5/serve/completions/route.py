@@ -52,8 +52,8 @@ def prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[Pro
     """The prompts, and their requests as the engine gets them. Raises RequestError."""
     body.check()
     wanted, wanted_by = body.constraint()
-    session = session_of(service, is_asked=body.max_tokens > 0)
-    found = [_prompt_input(prompt, service, session) for prompt in body.prompts()]
+    session, request = session_of(service, is_asked=body.max_tokens > 0), object()
+    found = [_prompt_input(prompt, service, session, request) for prompt in body.prompts()]
     prompts = [prompt_input for prompt_input, _ in found]
     names, most = {"structured_outputs": wanted_by}, max(1, body.max_tokens)
     with named(names):  # built once: validating the constraint for each prompt would repeat the work
@@ -74,8 +74,11 @@ def prepare(body: CompletionBody, service: Service, name: str) -> tuple[list[Pro
     return prompts, jobs
 
 
-def _prompt_input(prompt: TextOrIds, service: Service, session: Session | None) -> tuple[PromptInput, Recording | None]:
-    """A prompt, in a session with the tokens that it has, and where its answers go."""
+def _prompt_input(
+    prompt: TextOrIds, service: Service, session: Session | None, request: object
+) -> tuple[PromptInput, Recording | None]:
+    """A prompt, in a session with the tokens that it has, and where its answers go. `request`: the same for all prompts
+    of one request."""
     text = prompt if isinstance(prompt, str) else None
     most = service.engine.max_model_len
     if text is not None and (least := service.tokenizer.least_tokens(text)) > most:
@@ -83,6 +86,7 @@ def _prompt_input(prompt: TextOrIds, service: Service, session: Session | None) 
     try:
         if session is not None:
             placed = session.place_text(prompt, service.tokenizer)
+            placed.request = request
             return PromptInput(text, placed.ids), Recording(session, placed)
         ids = service.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return PromptInput(text, ids), None

@@ -18,6 +18,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from glm5.config.refusal import first_error
+from glm5.serve.http.call import current
 from glm5.serve.http.errors import ApiError
 from glm5.serve.service.service import Service
 
@@ -89,12 +90,18 @@ def body_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
             body = parse(kind, raw)
         else:
             body = await asyncio.to_thread(parse, kind, raw)
-        if body.model is not None and body.model not in service.model_names:
+        if body.model is not None and body.model not in service.model_names and not _has_session(service):
             raise no_such_model(body.model, service)
         log_unknown(body, service)
         return body
 
     return read
+
+
+def _has_session(service: Service) -> bool:
+    """Whether an agent asks in a session: some agents cannot be told a model's name, and there is one model."""
+    call = current()
+    return service.sessions is not None and call is not None and bool(call.session)
 
 
 def no_such_model(name: str, service: Service) -> ApiError:

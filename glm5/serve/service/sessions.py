@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 from glm5.chat.events import Event, collect
 from glm5.chat.message import normalize_messages
@@ -18,24 +20,28 @@ NO_SESSIONS = "this server keeps no sessions; start it with --max-sessions"
 
 
 class Sessions:
-    """By tenant and name. `most`: how many at a time, of `max_tokens` each. Raises RequestError beyond."""
+    """By tenant and name. `most`: how many are kept when another begins, of `max_tokens` each. Raises RequestError
+    beyond."""
 
     def __init__(self, template: ChatTemplate, most: int, max_tokens: int) -> None:
         self._template, self._most, self._max_tokens = template, most, max_tokens
         self._kept: dict[tuple[str, str], Session] = {}
+        # Without an answer: forgotten where all that was asked is refused or cut off.
+        self._begun: WeakValueDictionary[tuple[str, str], Session] = WeakValueDictionary()
         self._beginning = Lock()  # requests are prepared by several threads
 
     def of(self, tenant: str, name: str) -> Session:
         """The session of that name, which begins with its first request."""
         with self._beginning:
-            session = self._kept.get((tenant, name))
+            session = self._kept.get((tenant, name)) or self._begun.get((tenant, name))
             if session is None:
                 if len(self._kept) >= self._most:
                     raise RequestError(
                         f"the server keeps {self._most} sessions, which is all that --max-sessions allows; end one "
                         "with DELETE /sessions/NAME"
                     )
-                session = self._kept[tenant, name] = Session(self._template, self._max_tokens)
+                keep = partial(self._keep, (tenant, name))
+                session = self._begun[tenant, name] = Session(self._template, self._max_tokens, on_first=keep)
             return session
 
     def begin(self, tenant: str, name: str, ruled: Ruled) -> None:
@@ -43,12 +49,19 @@ class Sessions:
         self._kept[tenant, name] = Session(self._template, self._max_tokens, ruled)
 
     def find(self, tenant: str, name: str) -> Session | None:
-        """The session of that name, if it has begun."""
+        """The session of that name, if it has an answer."""
         return self._kept.get((tenant, name))
 
     def end(self, tenant: str, name: str) -> Session | None:
         """The session of that name, which is not kept any longer."""
-        return self._kept.pop((tenant, name), None)
+        with self._beginning:
+            self._begun.pop((tenant, name), None)
+            return self._kept.pop((tenant, name), None)
+
+    def _keep(self, key: tuple[str, str], session: Session) -> None:
+        with self._beginning:
+            if self._begun.get(key) is session:  # it was not ended meanwhile
+                self._kept[key] = self._begun.pop(key)
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """Several engines: which plays which group, and what becomes of a group whose engine ends."""
 
 import asyncio
+from contextlib import nullcontext
 from random import Random
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
@@ -160,6 +162,29 @@ def scripted(*ends_after: float) -> tuple[Engines, list[Scripted]]:
     engines = Engines(make, len(ends_after))
     engines.start()
     return engines, made
+
+
+def test_all_start_at_the_same_time_and_errors_are_told():
+    """The control: engines that start in turn would wait for each other."""
+    together = Barrier(3)
+
+    class Starting(Scripted):
+        def __init__(self, error: Exception | None) -> None:
+            super().__init__()
+            self.error = error
+
+        def start(self) -> None:
+            together.wait(60)
+            if self.error is not None:
+                raise self.error
+
+    cases = (0, None, [0, 1, 2]), (1, EngineDead("no memory"), [0, 2]), (0, OSError("full"), [1, 2])
+    for broken, error, left in cases:
+        errors = {broken: error}
+        engines = Engines(lambda number, errors=errors: Starting(errors.get(number)), 3)
+        with pytest.raises(OSError, match="full") if isinstance(error, OSError) else nullcontext():
+            engines.start()
+        assert sorted(engines._all) == left
 
 
 CFG = Rollouts(groups=1, group_size=4, max_tokens=20, max_model_len=100)

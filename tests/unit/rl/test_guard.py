@@ -1,10 +1,10 @@
 """The guard on tool calls: what its rules match, what a judge changes, and that the rollout goes on."""
 
 import json
-import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -13,13 +13,16 @@ from pydantic import ValidationError
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import ConfigError
 from glm5.config.rl import Rollouts
-from glm5.config.rl_guard import RULES, GuardSection
+from glm5.config.rl_guard import RULES, GuardSection, matcher
 from glm5.rl.environments.boxes import NO_BOXES
-from glm5.rl.environments.protocol import Reply, Task, Turn
+from glm5.rl.environments.protocol import Environment, Reply, Task, Turn
 from glm5.rl.environments.tool_use import LazyBox, ToolEpisode, call, function_tool
+from glm5.rl.loop import run
+from glm5.rl.records.store import Records, read_groups
 from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.guard import DUMMY, PROMPT
+from glm5.rl.watch import read_lines
 from tests.support.long_conversations import ScriptedPolicy, play, said
 from tests.support.rl_recipe import small_recipe
 from tests.support.tokenizers import tiny_tokenizer
@@ -41,7 +44,7 @@ HONEST = [
 
 
 def found(text: str) -> set[str]:
-    return {name for name, pattern in RULES.items() if re.search(pattern, text)}
+    return {name for name, pattern in RULES.items() if matcher(pattern)(text)}
 
 
 def test_rules_match_cheats_and_leave_honest_work_alone():
@@ -49,6 +52,14 @@ def test_rules_match_cheats_and_leave_honest_work_alone():
         assert all(name in found(cheat) for cheat in cheats), name
     assert set(CHEATS) == set(RULES)
     assert {text: found(text) for text in HONEST if found(text)} == {}
+
+
+def test_no_rule_takes_forever():
+    """Python's `re` would not end within a lifetime."""
+    for rule in (r"^(a+)+$", r"^(a|a)*$", r"(.*)*x!", r"^(\w+\s?)*$", r"^(a?){30}a{30}$"):
+        assert not matcher(rule)("a" * 100_000 + "!"), rule
+    assert matcher(r"(a+)+$")("a" * 100_000)
+    assert matcher("hidden")("\ud800 hidden")  # half of a character hides nothing
 
 
 TASK = Task("shell", 0, 0, ({"role": "user", "content": "Go."},), {}, (function_tool("bash", "", command="a line"),))
@@ -92,6 +103,52 @@ def test_control_without_a_guard_and_without_the_rule_the_call_runs():
     assert (ran, "hack_blocked" in rollout.metrics) == ([SECRET, SAFE, SECRET], False)
     rollout, ran, _ = played({"rules": {"hidden": ""}})
     assert (ran, rollout.metrics["hack_flagged"]) == ([SECRET, SAFE, SECRET], 0)
+
+
+class Shell(Environment):
+    """Two commands, which a run's guard sees first; its metrics tell what ran."""
+
+    name, num_turns = "shell", 2
+
+    def task(self, seed: int, level: int) -> Task:
+        return replace(TASK, seed=seed, level=level, tools=())  # their description would take most of the time
+
+    def reset(self, task: Task) -> ToolEpisode:
+        ran = list[str]()
+
+        def bash(given: Mapping[str, str]) -> str:
+            ran.append(given["command"])
+            return "done"
+
+        def score(_: Reply) -> Turn:
+            return Turn(is_done=True, rewards={"right": 1.0}, metrics={"ran_secret": float(SECRET in ran)})
+
+        return ToolEpisode(task, {"bash": bash}, score, 3, LazyBox(NO_BOXES))
+
+    def oracle(self, task: Task) -> Sequence[Reply]:
+        return [Reply("done")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("guard", "blocked"), [("rollouts.guard={}", 1.0), ("seed=1", 0.0)], ids=["guard", "control"])
+def test_a_whole_run(tmp_path, monkeypatch, guard, blocked):
+    def scripted(_: TokenChat, token_ids: Sequence[int], *__: object, **___: object) -> Reply:
+        is_second = token_ids[0] % 2  # by what was sampled
+        return Reply("", tool_calls=[call("bash", command=SAFE if is_second else SECRET), call("bash", command=SECRET)])
+
+    monkeypatch.setattr(TokenChat, "reply", scripted)
+    shell = 'environment=[{name="tests.unit.rl.test_guard:Shell",tasks=4}]'
+    run(small_recipe(tmp_path, shell, guard, "steps=1", "warm_start.steps=1", "evaluation.tasks=1"))
+    rollouts = [one for group in read_groups(Records(tmp_path / "run"), 1) for one in group.rollouts]
+    (line,) = [one for one in read_lines(tmp_path / "run/metrics.jsonl") if "reward/mean" in one]
+    assert (line["reward/mean"], line["metric/ran_secret"]) == (1.0, 1.0 - blocked)
+    assert [one.failure for one in rollouts] == [None] * 16
+    told = [one["content"] for rollout in rollouts for one in rollout.messages if one["role"] == "tool"]
+    assert (DUMMY in told) == bool(blocked)
+    if blocked:
+        mean = sum(one.metrics["hack_blocked"] for one in rollouts) / len(rollouts)
+        assert (line["metric/hack_blocked"], line["metric/hack_flagged"]) == (pytest.approx(mean), pytest.approx(mean))
+        assert all(one.num_turns <= one.metrics["hack_blocked"] <= 2 * one.num_turns for one in rollouts)
 
 
 def test_rules_of_a_recipe_are_added():
@@ -158,7 +215,11 @@ def test_the_rule_stands_where_the_judge_is_silent_or_gone():
 
 
 def test_what_makes_no_guard_is_refused(tmp_path):
-    with pytest.raises(ValidationError, match="no regular expression"):
-        GuardSection(rules={"bad": "("})
+    wrong = {"(": "unclosed group", "(?<!a)b": "look-around", r"\p{L}{900}": "exceeds size limit"}
+    many = ("a{2000}", "(ab){2000}", "(a{40}){40}", "a{2000,}", "a{0," + "9" * 1900 + "}")
+    wrong |= dict.fromkeys(many, "more than 1000 times")
+    for rule, told in wrong.items():
+        with pytest.raises(ValidationError, match=told):
+            GuardSection(rules={"bad": rule})
     with pytest.raises(ConfigError, match="an agent runs its tools itself"):
         small_recipe(tmp_path, 'agent.command=["x"]', "rollouts.guard={}")

@@ -46,6 +46,25 @@ def passes(number: int, role: str, variant: object) -> bool:
     return True
 
 
+def test_a_group_is_looked_at_once_for_each_version(monkeypatch):
+    looked = list[int]()
+
+    def is_trainable(ended: sink.Ended) -> bool:
+        looked.append(ended.start.number)
+        return True
+
+    monkeypatch.setattr(sink, "_is_trainable", is_trainable)
+    held = sink.Sink(1, "drop")
+    for number in range(20):
+        held.add(dispatcher.Start(number, number, "guess", 0), [])
+        held.sweep(0)
+        assert not held.has({"guess": 30})
+    assert looked == list(range(20))
+    held.sweep(1)
+    assert looked == [*range(20), *range(20)]
+    assert [one.start.number for one in held.take({"guess": 20})] == list(range(20))
+
+
 def test_concurrency_follows_the_cache():
     some = AdaptiveConcurrency(allowed=16, least=4, most=64)
     some.observe(0.3)

@@ -1,6 +1,7 @@
 """Recipes of reinforcement learning: every mistake is named, and --dry-run says what a run needs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,10 @@ import pytest
 from glm5.cli.main import main
 from glm5.common.errors import ConfigError
 from glm5.config.rl import read_rl_recipe
+from glm5.rl import build
+from glm5.rl.algorithms.table import PRESETS
 from glm5.rl.build import PolicyBuilder
+from glm5.rl.environments.guess import Guess
 from glm5.rl.estimate import estimate
 from tests.support.rl_recipe import recipe_file, small_recipe
 
@@ -34,6 +38,7 @@ def test_every_recipe_loads(path):
         ("rollouts.deterministic=false", r"exact: needs rollouts\.deterministic; set both, or exact = false"),
         ("rollouts.groups=0", r"rollouts\.groups: got 0; allowed: "),
         ("lr_warmup_steps=3", r"lr_warmup_steps 3 must be below steps 3"),
+        ("algorithm.critic.lr=2", r'algorithm: critic: grpo-no-std has none; leave it out, or set name = "sao"'),
         ("environment=[]", r"environment: got \[\]; allowed: "),
         ('environment=[{name="guess"},{name="guess"}]', r"two environments are called guess"),
     ],
@@ -57,6 +62,38 @@ def test_what_a_recipe_names_must_exist(tmp_path, settings, said):
     recipe = small_recipe(tmp_path, *settings)
     with pytest.raises(ConfigError, match=said):
         estimate(recipe)
+
+
+def test_the_critics_algorithm_is_the_one_that_has_one(tmp_path):
+    assert [name for name, one in PRESETS.items() if one.advantages is None] == ["sao"]
+    assert small_recipe(tmp_path, "algorithm.name=sao", "algorithm.critic.lr=2").algorithm.critic.lr == 2
+    assert small_recipe(tmp_path, "algorithm.critic.lr=5").algorithm.name == "grpo-no-std"  # as --dry-run prints it
+
+
+def test_two_folders_of_one_name_are_refused(tmp_path, monkeypatch):
+    class Tasks(Guess):
+        def __init__(self, name: str) -> None:
+            self.name = f"swe/{Path(name).name}"
+
+    monkeypatch.setattr(build, "make", Tasks)
+    recipe = small_recipe(tmp_path, 'environment=[{name="swe/a/tasks"},{name="swe/b/tasks"}]')
+    with pytest.raises(ConfigError, match=r"swe/a/tasks and swe/b/tasks: both call their tasks swe/tasks; .*rename"):
+        estimate(recipe)
+    build.environments_of(small_recipe(tmp_path, 'environment=[{name="swe/a/tasks"},{name="swe/a/others"}]'))
+
+
+def test_a_dry_run_counts_every_engine_and_names_devices_that_are_not_here(tmp_path):
+    def memory(said: str) -> float:
+        return float(re.search(r"memory: about ([\d.]+) GiB", said)[1])  # pyright: ignore[reportOptionalSubscript]
+
+    one = estimate(small_recipe(tmp_path, 'rollouts.devices=["cpu"]'))
+    three = estimate(small_recipe(tmp_path, 'rollouts.devices=["cpu","cpu","cpu"]'))
+    assert "  engine, each of 3: weights " in three
+    assert memory(three) > 1.5 * memory(one)
+    assert "no such device" not in one + three
+    far = estimate(small_recipe(tmp_path, 'rollouts.devices=["cpu","cuda:63"]'))
+    assert re.search(r"  cpu: [\d.]+ of [\d.]+\n  cuda:63: [\d.e-]+; this machine has no such device", far)
+    assert "does not fit" not in far
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(tmp_path):

@@ -72,7 +72,7 @@ def test_a_metric_may_be_no_number(tmp_path):
     rollout = Rollout(task_of(1), 1, metrics={"a": float("nan"), "b": float("inf"), "c": 1.0})
     write(tmp_path, 1, [Group(0, rollout.task, [rollout])])
     found = read_groups(Records(tmp_path), 1)[0].rollouts[0].metrics
-    assert [str(value) for value in found.values()] == ["nan", "nan", "1.0"]
+    assert [str(value) for value in found.values()] == ["nan", "inf", "1.0"]
 
 
 def test_a_group_is_read_without_the_others(tmp_path):

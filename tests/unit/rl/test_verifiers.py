@@ -178,8 +178,26 @@ def test_workers_of_two_pythons(tmp_path):
 def test_what_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="FOLDER is a virtual environment"):
         make(f"verifiers/{tmp_path}/kuhn-poker")
-    with pytest.raises(ConfigError, match=r"verifiers/kuhn-poker, in .*No module named 'verifiers'"):
+    with pytest.raises(
+        ConfigError, match=r"verifiers/kuhn-poker, in .*named 'verifiers'; install .* -m pip install verif"
+    ):
         make("verifiers/kuhn-poker").task(0, 0)
+
+
+def test_a_python_without_packages_is_named_with_what_it_lacks(tmp_path):
+    """-S leaves out all that is installed."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
+    python.chmod(0o755)
+
+    async def run() -> None:
+        async with EnvironmentWorkers([f"verifiers/{tmp_path}/kuhn-poker"]):
+            pass
+
+    failed = rf"^{python} -m glm5\.rl\.environments\.worker failed: ModuleNotFoundError: No module named '(\w+)'; "
+    with pytest.raises(ConfigError, match=failed + rf"install what is missing there:  {python} -m pip install \1$"):
+        asyncio.run(run())
 
 
 @pytest.mark.long

@@ -1,8 +1,10 @@
 """The pages of a run: all are there, what they show is escaped, and a wrong address or a damaged record is one line."""
 
 import json
+import math
 import threading
 import xml.etree.ElementTree as ElementTree
+from random import Random
 
 import httpx
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from glm5.common.errors import GlmError
 from glm5.common.plot import plot
 from glm5.config.rl import RLRecipe
-from glm5.rl.records.store import Records
+from glm5.rl.records.store import Records, RecordWriter
 from glm5.rl.records.trace import Node
 from glm5.rl.report import write_report
 from glm5.rl.rollout import Group
@@ -176,8 +178,6 @@ def test_pages_are_sent_with_what_keeps_them_safe(run):
 
 
 def test_texts_are_escaped_and_long_lists_divided(tmp_path, run, monkeypatch):
-    from random import Random
-
     evil = "<script>alert(1)</script>"
     task = task_of(1)
     rollouts = [random_rollout(Random(one), task) for one in range(3)]
@@ -197,6 +197,40 @@ def test_texts_are_escaped_and_long_lists_divided(tmp_path, run, monkeypatch):
     assert len(page.findall(".//tr")) == 2
     assert "and 2 more" in words(page)
     assert words(page.findall(".//main/p")[0]) == "Groups from 0 2 of 3"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308])
+def test_numbers_beyond_all_bounds_are_shown_as_they_are(tmp_path, value, seed):
+    write_run(tmp_path / "run", steps=1)
+    random = Random(seed)
+    rollouts = [random_rollout(random, task_of(1)) for _ in range(4)]
+    rollouts[0].rewards = {"answer": value, "form": value}
+    rollouts[1].metrics = {"guesses": value}
+    of = [[None if not one.is_sampled else {"trainer_logprobs": [value] * len(one.token_ids),
+                                            "advantages": [value, 0.5, *[math.nan] * len(one.token_ids)]}
+           for one in rollout.tree.segments] for rollout in rollouts]  # fmt: skip
+    for one in (one for rollout in rollouts[2:] for one in rollout.tree.segments if one.is_sampled):
+        one.logprobs = [value] * len(one.logprobs)
+    RecordWriter(tmp_path / "run", 2**30, 1).write(1, 1, {}, [Group(0, task_of(1), rollouts)], [of])
+    with (tmp_path / "run/metrics.jsonl").open("w") as handle:
+        for step in range(3):
+            line = {"step": step, "reward/mean": [value, 0.5, -value][step], "wait/trainer": value, "time/step": 2.0}
+            handle.write(json.dumps(line | {"time/train": value}) + "\n")
+    of = pages.RunPages(tmp_path / "run")
+    assert f"{value:.3g}" in words(body(of.page([], {})))
+    assert f"{2 * value:.3g}" in words(body(of.page(["steps", "1"], {})))
+    for number in range(4):
+        for colour in COLOURS:
+            page = body(of.page(["steps", "1", "groups", "0"], {"rollout": str(number), "colour": colour}))
+            kinds = {span.get("class") for span in page.findall(".//section[@class='segment sampled']/p/span")}
+            assert kinds <= {"", "masked", *(f"{kind}{shade}" for kind in "qnp" for shade in range(6))}
+            facts = [span.get("title") for span in page.findall(".//section[@class='segment sampled']/p/span")]
+            assert f"advantage {value:.6g} " in facts[0]
+            assert number < 2 or facts[0].startswith(f"log-probability {value:.6g} ")
+    recipe = RLRecipe.model_validate(
+        {"name": "a", "steps": 3, "lr": 1.0, "model": {"preset": "nano"}, "environment": [{"name": "guess"}]}
+    )
+    assert "nan" not in write_report(tmp_path / "run", recipe).read_text() or math.isnan(value)
 
 
 def test_a_damaged_record_is_one_line(tmp_path):

@@ -167,6 +167,17 @@ def test_what_is_wrong_is_answered_and_the_session_goes_on():
     served(test)
 
 
+def test_text_that_is_none_closes_its_connection_alone(caplog):
+    async def test(port: int) -> None:
+        client, other = await Client.to(port), await Client.to(port)
+        await client.socket.send(b'{"type": "\xff"}', text=True)
+        assert await client.closing() == 1007
+        assert (await other.ask("reset"))["type"] == "observation"
+
+    served(test)
+    assert caplog.messages == []
+
+
 def test_faults_of_an_environment_are_named_and_pings_are_answered_meanwhile():
     async def test(port: int) -> None:
         client, other = await Client.to(port), await Client.to(port)

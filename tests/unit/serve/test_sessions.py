@@ -242,6 +242,68 @@ def test_several_completions_in_one_request_are_branches(seed):
         assert sum(one["sampled"] for one in shown["segments"]) == 2
 
 
+def test_answers_of_one_request_do_not_abandon_each_other(seed):
+    """Those of the same prompt in a batch; the same asked again later does. Of n answers of a prompt see below."""
+    with recording(seed) as (client, _):
+
+        def asked(**fields) -> list[tuple[int | None, bool]]:
+            body = {"max_tokens": 500, **fields}
+            assert client.post("/sessions/a/v1/completions", json=body).status_code == 200
+            shown = client.get("/sessions/a").json()
+            return [(one["parent"], one["abandoned"]) for one in shown["segments"]]
+
+        assert asked(prompt=["one", "one", "one"]) == [(None, False), *[(0, False)] * 3]
+        assert asked(prompt="one") == [(None, False), *[(0, True)] * 3, (0, False)]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+def test_in_a_session_the_model_has_any_name(seed, path):
+    body = {"model": "claude-sonnet-9", "max_tokens": 500}
+    body |= {"prompt": "hi"} if path == "completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    if path == "responses":
+        body = {"model": "gpt-9-codex", "input": "hi"}
+    with recording(seed) as (client, _):
+        answer = client.post(f"/sessions/a/v1/{path}", json=body)
+        assert (answer.status_code, answer.json()["model"]) == (200, body["model"])
+        assert client.post(f"/v1/{path}", json=body, headers={"X-Session-ID": "b"}).status_code == 200
+        refused = client.post(f"/v1/{path}", json=body)  # the control
+        assert refused.status_code == 404
+        assert "does not exist; allowed: tiny" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{"temperature": -1}, {"max_tokens": 10**9}, {"logit_bias": {"x": 1}}, {"stop": 5}])
+def test_a_refused_request_leaves_nothing(seed, fields):
+    with recording(seed, max_sessions=1, max_session_tokens=600) as (client, engine):
+        for number in range(30):  # together more than the session holds
+            path, text = f"/sessions/{number % 2}/v1", f"Once upon a time there was number {number}"
+            for route, asked in (
+                ("completions", {"prompt": [text, text]}),
+                (
+                    "chat/completions",
+                    {"messages": [{"role": "user", "content": text}]},
+                ),
+            ):
+                assert client.post(f"{path}/{route}", json=asked | fields).status_code in (400, 422)
+                assert client.get(f"/sessions/{number % 2}").status_code == 404
+        complete(client, "Once upon a time")
+        shown = client.get("/sessions/a").json()
+        check(shown, engine.said)
+        assert shown["forks"] == 0
+        assert len(shown["segments"]) == 2
+
+
+def test_the_same_asked_at_once_has_one_context(seed):
+    tokenizer = tiny_tokenizer()
+    session = Session(ChatTemplate.bundled("glm-5.2", tokenizer), 1000)
+    places = [session.place([{"role": "user", "content": "hi"}], None, {}) for _ in range(2)]
+    places += [session.place_text("hi", tokenizer) for _ in range(2)]
+    for placed in [*places, places[1]]:  # the last one has two answers
+        session.add(placed, {"role": "assistant", "content": ""}, Segment([5], None, True, [0.0], [0]))
+    assert [one.parent for one in session.tree.segments] == [None, 0, 0, None, 3, 3, 0]
+    assert (session.abandoned(), session.num_forks) == ({1, 4}, 1)
+    assert session.trained().num_sampled == 3
+
+
 def test_a_text_that_splits_a_character_of_a_reply_begins_anew():
     """The reply has two bytes of three; a client may write the whole character, whose rest is no text."""
     tokenizer = tiny_tokenizer()
@@ -250,11 +312,15 @@ def test_a_text_that_splits_a_character_of_a_reply_begins_anew():
     session = Session(ChatTemplate.bundled("glm-5.2", tokenizer), 1000)
     placed = session.place_text("a", tokenizer)
     session.add(placed, {"role": "assistant", "content": ""}, Segment([*begun], None, True, [0.0] * 2, [0] * 2))
-    assert session.place_text("a€", tokenizer).ids == tokenizer.encode("a€")
+    anew = session.place_text("a€", tokenizer)
+    assert anew.ids == tokenizer.encode("a€")
     # The control: as tokens it goes on from the reply.
     whole = [*placed.ids, *begun, ended, 5]
-    assert session.place_text(whole, tokenizer).ids == whole
-    assert [one.parent for one in session.tree.segments] == [None, 0, None, 1]
+    after = session.place_text(whole, tokenizer)
+    assert after.ids == whole
+    for one in (anew, after):
+        session.add(one, {"role": "assistant", "content": ""}, Segment([6], None, True, [0.0], [0]))
+    assert [one.parent for one in session.tree.segments] == [None, 0, None, 2, 1, 4]
 
 
 def test_a_retry_after_a_reply_abandons_the_first_answer(seed):

@@ -308,8 +308,8 @@ def test_restart_throws_packed_checkpoints_away(tmp_path):
     assert [path.name for path in (tmp_path / "out" / "dense").iterdir()] == ["notes"]
 
 
-def test_two_processes_do_not_train_in_one_folder(tmp_path):
-    with loop.locked(tmp_path / "out"), pytest.raises(TrainingError, match="another process is training there"):
+def test_two_processes_do_not_write_in_one_folder(tmp_path):
+    with loop.locked(tmp_path / "out"), pytest.raises(TrainingError, match="another process of glm5 is writing there"):
         run(tmp_path, "out")
 
 
