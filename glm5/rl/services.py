@@ -52,7 +52,7 @@ class ServiceSettings:
                 self._in_force = self._recipe.environment if found is None else self._read()
                 logger.info("%s: %s", SERVICES, "; ".join(map(_said, self._in_force)))
             except ConfigError as error:
-                logger.error("%s; what was in force goes on", error)  # noqa: TRY400 - one line
+                logger.error("%s; what was in force goes on", error)
         return self._in_force
 
     def weigh(self, mixture: Mixture, first: int) -> None:

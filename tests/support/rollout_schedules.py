@@ -1,6 +1,6 @@
 """Random schedules of asynchronous rollouts on a clock that is only counted: episodes that take long, fail or are
-cancelled, pushes that take time, engines that die, environments whose weight, concurrency and rate change, an end at any
-moment.
+cancelled, pushes that take time, engines that die, environments whose weight, concurrency and rate change, an end at
+any moment.
 
 The dispatcher and the sink are the real ones. What happened is checked from outside, by a ledger of its own.
 """
@@ -22,7 +22,6 @@ from glm5.rl.orchestrator.sink import Ended
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.segments import Segment
 from glm5.rl.training.repair import repair
-
 
 RATES = [None, None, 60.0, 600.0]
 
@@ -95,7 +94,7 @@ class Simulation:
         self.open = set(range(plan.first_step * self.limits.groups, self._num_admitted()))  # places that none covers
         self.turns = [self.mixture.draw(place) for place in range(self._num_admitted())]  # whose they were when opened
         self.weights = [(0, plan.weights)]
-        self.starts = {name: -1e9 for name in plan.weights}  # when the last group of each started
+        self.starts = dict.fromkeys(plan.weights, -1000000000.0)  # when the last group of each started
         self._next_fill: float | None = None
         self._num_needed = 0  # events other than changes, without which nothing may wait
 
@@ -157,7 +156,7 @@ class Simulation:
         has_room = self.num_permits + self.limits.group_size <= max(self.plan.concurrency, self.limits.group_size)
         assert not has_room or self._first_open() is None, "a group could start"
         due = self.dispatcher.due(self.now)
-        assert due == self._next_by_rate()
+        assert not has_room or due == self._next_by_rate()
         if due is not None and due != self._next_fill:
             self._next_fill = due
             self._at(due, "due")

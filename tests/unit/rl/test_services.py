@@ -106,7 +106,7 @@ def test_a_run_that_waits_for_a_rate_goes_on_once_it_is_raised(tmp_path):
 
     with virtual_time() as runner:
         rate = runner.run(run())
-    assert 3.5 < rate <= 240 / 60 * 1.1  # the trainer waits for it alone
+    assert 3.5 < rate < 5  # four a second, and a group at once: the trainer waits for this environment alone
     assert most["guess"] <= 8
     assert sum(one.in_flight for one in rollouts.dispatcher.services.values()) == 0
 
