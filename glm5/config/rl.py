@@ -175,9 +175,12 @@ class Rollouts(Section):
     """Of the engines, one each, such as ["cuda:1", "cuda:2"] or ["cpu", "cpu"]. Default: one on the trainer's."""
     watchdog_timeout: Positive = 300.0
     """Seconds without a heartbeat after which an engine is taken to have ended, as of `glm5 serve`."""
-    weight_channel: Channel = "auto"
+    weight_channel: Channel | Literal["folder", "delta"] = "auto"
     """How weights reach the engines: through host memory, or by a collective, NCCL between GPUs and gloo between CPUs.
-    "auto": NCCL for an engine on another GPU than the trainer's."""
+    "auto": NCCL for an engine on another GPU than the trainer's. "folder": as files; "delta": as files with what has
+    changed since the push before."""
+    weight_folder: Place | None = None
+    """Of those files, of this run alone. Default: OUT/weights."""
     concurrency: Count | None = None
     """The most conversations at a time. Default: all of a step."""
     kv_cache_gb: Positive | None = None
@@ -322,6 +325,8 @@ class RLRecipe(Section):
             raise ValueError(f"two environments are called {twice[0]}")
         if self.asynchronous is None and (bad := [one.name for one in self.environment if one.concurrency or one.rate]):
             raise ValueError(f"environment {bad[0]}: concurrency and rate are for [asynchronous]; leave them out")
+        if self.rollouts.weight_channel == "delta" and self.rollouts.quantization is not None:
+            raise ValueError("rollouts.weight_channel: an engine with quantized weights takes no changes; use folder")
         if self.exact and not self.rollouts.deterministic:
             raise ValueError("exact: needs rollouts.deterministic; set both, or exact = false")
         if self.exact and self.rollouts.quantization is not None:

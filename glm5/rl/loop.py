@@ -212,6 +212,7 @@ class Run:
         if self.pushed is not None:
             rate = self.pushed["bytes"] / 1e9 / self.pushed["seconds"]
             figures |= {"push/gb_s": rate, "push/stopped_s": self.pushed["stopped_seconds"]}
+            figures["push/bytes"] = self.pushed["bytes"]
         figures["wait/trainer"] = times[waited] / figures["time/step"]
         figures |= self.meter.figures(stats) | self.services.figures()
         if self.rollouts is not None:
@@ -282,10 +283,8 @@ class Run:
         if self.version == version:
             return
         policy, age = ("recompute", 0) if cfg is None else (cfg.policy, cfg.max_key_age)
-        engines, channel = self.harness.policy.engines, self.recipe.rollouts.weight_channel
-        self.pushed = await engines.update_weights(
-            weights, policy=policy, version=version, max_key_age=age, channel=channel
-        )
+        engines = self.harness.policy.engines
+        self.pushed = await engines.update_weights(weights, policy=policy, version=version, max_key_age=age)
         self.version = version
         if self.rollouts is not None:
             self.rollouts.pushed(version)
