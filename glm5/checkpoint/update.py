@@ -9,13 +9,14 @@ which are quantized (masters.py). Values in memory come in buckets instead (push
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from glm5.checkpoint.changes import Change
 from glm5.checkpoint.fit import ROTATIONS, Fit, fit
 from glm5.checkpoint.formats import format_of
 from glm5.checkpoint.index import ShardIndex, counted, scan
@@ -49,10 +50,18 @@ _IGNORED_KEYS = {
 
 @dataclass(frozen=True)
 class Staged:
-    """New values of parameters, on the host. `is_complete`: whether every tensor of the model is among them."""
+    """New values of parameters, on the host. `is_complete`: whether every tensor of the model is among them.
+    `changes`: new elements of tensors, by their names on disk. `id`: of a version of a folder (versions.py)."""
 
     parameters: dict[str, Tensor]
     is_complete: bool
+    changes: Mapping[str, Change] = field(default_factory=dict[str, Change])
+    id: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        of_changes = (one for change in self.changes.values() for one in (change.gaps, change.values))
+        return sum(one.nbytes for one in (*self.parameters.values(), *of_changes) if one is not None)
 
 
 @dataclass(frozen=True)
@@ -96,9 +105,11 @@ class Match:
         return self.found.stored[name].parts["codes"].name if name in self.found.stored else name
 
 
-def stage(model: Glm5, directory: Path, shard: Shard = UNSHARDED) -> Staged:
+def stage(
+    model: Glm5, directory: Path, shard: Shard = UNSHARDED, index: ShardIndex | None = None, id: str | None = None
+) -> Staged:
     """Read and check the weights in `directory` without changing the model. Takes as much host memory as the weights.
-    `shard`: the one that the model was loaded with.
+    `shard`: the one that the model was loaded with. `index`: of its files, by default those of a checkpoint.
 
     Raises `CheckpointError` (`ConfigError` for a bad config.json) when anything is damaged, does not fit the model or
     is not finite, and when files changed meanwhile: some of them might be of another training step.
@@ -107,7 +118,7 @@ def stage(model: Glm5, directory: Path, shard: Shard = UNSHARDED) -> Staged:
         raise CheckpointError(f"{directory}: no such directory")
     identity = identity_of(directory)
     current = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    index = scan(directory)
+    index = index or scan(directory)
     given = match(model, index)
     _check_config(model.cfg, directory)
     coded = given.found.stored.keys() | given.masters.keys()
@@ -121,7 +132,7 @@ def stage(model: Glm5, directory: Path, shard: Shard = UNSHARDED) -> Staged:
         )
     if identity_of(directory) != identity:
         raise CheckpointError(f"{directory} was written to while it was read; nothing was replaced")
-    return Staged(new, given.is_complete)
+    return Staged(new, given.is_complete, id=id)
 
 
 def match(model: Glm5, index: ShardIndex) -> Match:
@@ -169,6 +180,9 @@ def replace(model: Glm5, staged: Staged) -> None:
     current = model.state_dict()
     for name, tensor in staged.parameters.items():
         current[name].copy_(tensor)
+    for name, change in staged.changes.items():
+        slot = slot_of(name)
+        change.write_into(slot.view(current[slot.parameter]))
 
 
 def read_all(model: Glm5, directory: Path, shard: Shard = UNSHARDED) -> None:

@@ -6,6 +6,8 @@
     [evaluation]     held-out tasks                                  [records]         what is kept of rollouts
     [asynchronous]   rollouts go on while the trainer learns        [agent]           a program that plays
 
+The file services.toml in the folder of a run changes environments while it goes on (rl/services.py).
+
 Sources of the defaults: GLM-5 report, equation 1 (reasoning RL); where it is silent, the usual choice, said beside the
 field.
 """
@@ -56,13 +58,29 @@ class ShownTasks(Section):
     """Number of different ones, shown in turn. Default: new ones all the time."""
 
 
-class EnvironmentSection(Section):
-    """An environment, and the level of its tasks."""
+class ServiceSection(Section):
+    """What may change of an environment while a run goes on."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     """A name that docs/rl.md lists, or package.module:name."""
     weight: Positive = 1.0
     """Share of the groups, relative to the other environments."""
+    concurrency: Count | None = None
+    """Of asynchronous rollouts: the most of this environment at a time, at least a group. Default: no bound of its
+    own."""
+    rate: Positive | None = None
+    """Of asynchronous rollouts: the most of this environment that start in a minute. Default: no bound."""
+
+
+class ServicesFile(Section):
+    """The file services.toml in the folder of a run: keys that differ from the recipe's."""
+
+    environment: tuple[ServiceSection, ...] = ()
+
+
+class EnvironmentSection(ServiceSection):
+    """An environment, and the level of its tasks."""
+
     level: Annotated[int, Field(ge=0, le=1000)] = 0
     """Difficulty of the tasks; with a ladder, that of the first ones."""
     tasks_file: Place | None = None
@@ -163,9 +181,12 @@ class Rollouts(Section):
     """Of the engines, one each, such as ["cuda:1", "cuda:2"] or ["cpu", "cpu"]. Default: one on the trainer's."""
     watchdog_timeout: Positive = 300.0
     """Seconds without a heartbeat after which an engine is taken to have ended, as of `glm5 serve`."""
-    weight_channel: Channel = "auto"
+    weight_channel: Channel | Literal["folder", "delta"] = "auto"
     """How weights reach the engines: through host memory, or by a collective, NCCL between GPUs and gloo between CPUs.
-    "auto": NCCL for an engine on another GPU than the trainer's."""
+    "auto": NCCL for an engine on another GPU than the trainer's. "folder": as files; "delta": as files with what has
+    changed since the push before."""
+    weight_folder: Place | None = None
+    """Of those files, of this run alone. Default: OUT/weights."""
     concurrency: Count | None = None
     """The most conversations at a time. Default: all of a step."""
     kv_cache_gb: Positive | None = None
@@ -308,6 +329,10 @@ class RLRecipe(Section):
         names = [one.name for one in self.environment]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two environments are called {twice[0]}")
+        if self.asynchronous is None and (bad := [one.name for one in self.environment if one.concurrency or one.rate]):
+            raise ValueError(f"environment {bad[0]}: concurrency and rate are for [asynchronous]; leave them out")
+        if self.rollouts.weight_channel == "delta" and self.rollouts.quantization is not None:
+            raise ValueError("rollouts.weight_channel: an engine with quantized weights takes no changes; use folder")
         if self.exact and not self.rollouts.deterministic:
             raise ValueError("exact: needs rollouts.deterministic; set both, or exact = false")
         if self.exact and self.rollouts.quantization is not None:

@@ -1,7 +1,8 @@
 """The weights in use: their version and identity, and how they are replaced, released and restored.
 
-New weights of a folder are read and checked in a thread, while requests continue; replacing them is a copy between two
-launches. Those that are pushed are written bucket by bucket, while no step runs.
+New weights of a folder (or of the version whose marker is named) are read and checked in a thread, while requests
+continue; replacing them is a copy between two launches. Those that are pushed are written bucket by bucket, while no
+step runs.
 `version` is the number that clients see. `identity` is unique among all weights, in any process, since stored pages
 outlive this one; it is random for weights that are in no file.
 """
@@ -24,6 +25,7 @@ from glm5.checkpoint.broadcaster import Receiver
 from glm5.checkpoint.push import Push, SharedMemory
 from glm5.checkpoint.shard import TensorEntry
 from glm5.checkpoint.update import Staged, identity_of, read_all, replace, stage
+from glm5.checkpoint.versions import MARKER, stage_version
 from glm5.common.background import in_background
 from glm5.common.errors import RequestError
 from glm5.engine.cache.memory import restoring
@@ -60,6 +62,7 @@ class Weights:
         # Released tensors: their shapes, and their content on the host unless that was released too.
         self._shapes: dict[str, torch.Size] = {}
         self._on_host: dict[str, Tensor] = {}
+        self._published: tuple[bytes, str | None] = (b"", None)  # identity and id of the last version of a folder
         self._push: Push | None = None
         self._receiver: Receiver | None = None  # of the last push that was broadcast
 
@@ -70,11 +73,16 @@ class Weights:
 
     def stage(self, folder: Path) -> "Future[Staged]":
         """See `WeightSource`. Raises CheckpointError or ConfigError for damaged or unsuitable weights."""
-        return self._in_background(lambda: stage(self.model, folder, self.shard))
+        if folder.name != MARKER:
+            return self._in_background(lambda: stage(self.model, folder, self.shard))
+        identity, base = self._published
+        held = self.version, base if identity == self.identity else None
+        return self._in_background(lambda: stage_version(folder, self.model, held, self.shard))
 
     def swap(self, staged: Staged, version: int) -> None:
         replace(self._written, staged)
         self._adopt(version)
+        self._published = self.identity, staged.id
 
     def prepare(self, push: PushCall) -> "Future[bool]":
         buckets = [

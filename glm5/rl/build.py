@@ -10,6 +10,7 @@ import torch
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer, train_bpe
 from glm5.checkpoint.resolve import resolve
+from glm5.checkpoint.versions import WeightFolder
 from glm5.common.errors import ConfigError
 from glm5.config.quantize import QuantizeConfig
 from glm5.config.rl import RLRecipe
@@ -63,7 +64,17 @@ class PolicyBuilder:
         devices = self.recipe.rollouts.devices or (str(device),)
         if self.recipe.rollouts.quantization is not None:
             folder = self._quantized(folder, device)
-        return Engines(lambda number: self._engine(folder, devices[number], len(devices)), len(devices))
+        cfg = self.recipe.rollouts
+        files, channel = None, cfg.weight_channel
+        if channel == "folder" or channel == "delta":
+            files = WeightFolder(Path(cfg.weight_folder or self.out / "weights"), deltas=channel == "delta")
+            channel = "auto"
+        return Engines(
+            lambda number: self._engine(folder, devices[number], len(devices)),
+            len(devices),
+            channel=channel,
+            files=files,
+        )
 
     def _engine(self, folder: Path, device: str, count: int) -> AsyncEngine:
         """An engine, one of `count`, in a process of its own over the checkpoint in `folder`."""

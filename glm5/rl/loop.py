@@ -48,6 +48,7 @@ from glm5.rl.rollouts.harness import Harness
 from glm5.rl.rollouts.policy import Policy
 from glm5.rl.rollouts.program import Gateway, Gateways, ProgramHarness
 from glm5.rl.rollouts.refill import refilled
+from glm5.rl.services import SERVICES, ServiceSettings, statistics
 from glm5.rl.state import RunState
 from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
 from glm5.rl.training.policy import SPARSE
@@ -83,7 +84,7 @@ def run(
     with locked(out):
         earlier = read_metrics(out)
         if restart:
-            for name in ("state.pt", "metrics.jsonl", "recipe.json", REPORT):
+            for name in ("state.pt", "metrics.jsonl", "recipe.json", REPORT, SERVICES):
                 (out / name).unlink(missing_ok=True)
             for name in ("policy", "quantized", "tokenizer", "records"):
                 shutil.rmtree(out / name, ignore_errors=True)
@@ -127,9 +128,10 @@ class Run:
             self.tasks.load_state(saved["ladders"])
             self.trainer.load_state(saved["trainer"])
             logger.info("going on after step %d", self.number)
+        self.services = ServiceSettings(recipe, out)
         self.rollouts = None
         if recipe.asynchronous is not None:
-            self.rollouts = AsyncRollouts(recipe, self.tasks, self.number)
+            self.rollouts = AsyncRollouts(recipe, self.tasks, self.number, self.services)
             if saved is not None:
                 self.rollouts.load_state(saved["asynchronous"])
         with writing_to(out), atomic_write(out / "recipe.json") as handle:
@@ -167,6 +169,8 @@ class Run:
             write_report(self.out, self.recipe)
         lines = read_metrics(self.out)
         logger.info("%s", waited(lines))
+        for name, found in statistics(lines).items():
+            logger.info("%s: %s", name, ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
         if beside(lines):
             logger.info("measured: %s", in_words(measured(lines)))
         return self.folder
@@ -208,8 +212,9 @@ class Run:
         if self.pushed is not None:
             rate = self.pushed["bytes"] / 1e9 / self.pushed["seconds"]
             figures |= {"push/gb_s": rate, "push/stopped_s": self.pushed["stopped_seconds"]}
+            figures["push/bytes"] = self.pushed["bytes"]
         figures["wait/trainer"] = times[waited] / figures["time/step"]
-        figures |= self.meter.figures(stats)
+        figures |= self.meter.figures(stats) | self.services.figures()
         if self.rollouts is not None:
             figures |= self.rollouts.figures()
         else:
@@ -253,6 +258,7 @@ class Run:
     async def _collect(self) -> list[Group]:
         if self.rollouts is not None:
             return await self.rollouts.batch(self.number)
+        self.services.weigh(self.tasks.mixture, self.number * self.recipe.rollouts.groups)
         return await refilled(self._play, self.tasks, self.number)
 
     async def _play(self, draws: Sequence[Draw]) -> list[Group]:
@@ -277,10 +283,8 @@ class Run:
         if self.version == version:
             return
         policy, age = ("recompute", 0) if cfg is None else (cfg.policy, cfg.max_key_age)
-        engines, channel = self.harness.policy.engines, self.recipe.rollouts.weight_channel
-        self.pushed = await engines.update_weights(
-            weights, policy=policy, version=version, max_key_age=age, channel=channel
-        )
+        engines = self.harness.policy.engines
+        self.pushed = await engines.update_weights(weights, policy=policy, version=version, max_key_age=age)
         self.version = version
         if self.rollouts is not None:
             self.rollouts.pushed(version)

@@ -182,13 +182,14 @@ class _Simulation:
         self.limits = Limits(rollouts.groups, rollouts.group_size, cfg.max_staleness, cfg.push_every)
         self.profile, self.random = profile, np.random.default_rng(0)
         mixture = Mixture({one.name: one.weight for one in recipe.environment})
-        services = {one.name: Service(one.name) for one in recipe.environment}
+        services = {one.name: Service(one.name, one.concurrency, one.rate) for one in recipe.environment}
         self.dispatcher = Dispatcher(self.limits, mixture.draw, services, concurrency, 0)
         self.sink = Sink(cfg.max_staleness, cfg.stale)
         self.engines = [_Engine(profile) for _ in range(num_engines)]
         self.now, self.step, self._order, self._is_waiting = 0.0, 0, 0, True
         self._quota = self.dispatcher.quota(0)
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._due: float | None = None  # when `_fill` is called because of a rate
         self._playing: dict[int, tuple[_Engine, list[Rollout], set[int]]] = {}
         self._taken: list[float] = []  # when each step got its batch
         self._done: list[float] = []  # and when it ended
@@ -230,7 +231,7 @@ class _Simulation:
 
     def _fill(self) -> None:
         size = self.limits.group_size
-        while (start := self.dispatcher.next()) is not None:
+        while (start := self.dispatcher.next(self.now)) is not None:
             engine = min(self.engines, key=lambda one: one.load)
             engine.load += size
             task, own = Task(start.service, start.number, 0, (), {}), self.profile.episodes[start.service]
@@ -242,6 +243,14 @@ class _Simulation:
             for index, rollout in enumerate(rollouts):
                 rollout.tree.add(Segment([0], is_sampled=True, logprobs=[0.0], versions=[start.version]))
                 self._sample(_Episode(start.number, index, engine, turns, float(tokens[index]), float(waits[index])))
+        due = self.dispatcher.due(self.now)
+        if due is not None and (self._due is None or due < self._due):
+            self._due, self._order = due, self._order + 1
+            heappush(self._events, (due, self._order, self._became_due, None))
+
+    def _became_due(self, _: None) -> None:
+        self._due = None
+        self._fill()
 
     def _drawn(self, quantiles: Sequence[float], number: int) -> NDArray[np.float64]:
         """From a distribution with these quantiles, log-normal between two of them and above the last, up to `_TAIL`

@@ -2,6 +2,7 @@
 
 import html
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from glm5.common.plot import plot
 from glm5.config.rl import RLRecipe
 from glm5.rl.figures import MOST_AGED
+from glm5.rl.services import statistics
 from glm5.rl.waits import PREDICTED, beside
 from glm5.rl.watch import read_metrics
 from glm5.train.report import write_page
@@ -38,7 +40,7 @@ _IN_TABLE = ("reward/mean", "eval/mean", "entropy", "len/mean", "turns/mean", "t
 def write_report(out: Path, recipe: RLRecipe) -> Path:
     """Write the page from metrics.jsonl, atomically; returns its path."""
     lines = read_metrics(out)
-    tables = table(lines) + comparison(lines)
+    tables = table(lines) + services(lines) + comparison(lines)
     return write_page(out / REPORT, recipe.name, tables + "".join(plots(lines, recipe.steps)))
 
 
@@ -51,8 +53,13 @@ def plots(lines: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
             if is_curve and isinstance(value, int | float) and math.isfinite(value):
                 found.setdefault(name, []).append((line["step"], value))
     passes = tuple(name for name in found if name.startswith("eval/pass@"))
-    shared = {name for names in TOGETHER for name in names} | set(passes)
-    groups = (*TOGETHER, passes, *((name,) for name in sorted(found) if name not in shared))
+    of_services = defaultdict[str, list[str]](list)
+    for name in found:
+        if name.startswith("service/"):
+            of_services[name.split("/")[1]].append(name)
+    together = (*TOGETHER, passes, *map(tuple, of_services.values()))
+    shared = {name for names in together for name in names}
+    groups = (*together, *((name,) for name in sorted(found) if name not in shared))
     figures = (plot({name: found.get(name, []) for name in names}, steps) for names in groups)
     return [figure for figure in figures if figure]
 
@@ -66,6 +73,20 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
             cells = "".join(f"<td>{value:.4g}</td>" for value in (values[0], values[-1]))
             rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
     return f"<table><tr><th></th><th>first</th><th>last</th></tr>{''.join(rows)}</table>"
+
+
+def services(lines: Sequence[Mapping[str, Any]]) -> str:
+    """What became of each environment's rollouts."""
+    found = statistics(lines)
+    names = list(dict.fromkeys(key for one in found.values() for key in one))
+    rows = [
+        f"<tr><th>{html.escape(name)}</th>"
+        + "".join(f"<td>{one[key]:.4g}</td>" if key in one else "<td></td>" for key in names)
+        + "</tr>"
+        for name, one in found.items()
+    ]
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>" if rows else ""
 
 
 def comparison(lines: Sequence[Mapping[str, Any]]) -> str:

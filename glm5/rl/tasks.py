@@ -105,7 +105,7 @@ class TaskSource:
             name: {one.name: tasks_of(file, one.name, environments[one.name]) for one in recipe.environment}
             for name, file in cfg.files.items()
         }
-        self._mixture = Mixture({one.name: one.weight for one in recipe.environment})
+        self.mixture = Mixture({one.name: one.weight for one in recipe.environment})
         self._ladders = {
             one.name: Ladder(environments[one.name].levels, up=one.ladder, down=-1.0, start=one.level)
             for one in recipe.environment
@@ -125,10 +125,6 @@ class TaskSource:
         """Groups in place of dropped ones of a step whose groups were drawn; `places`: which of at most `groups`."""
         first = REPLACING + step * self.recipe.rollouts.groups
         return self._at(range(first + places.start, first + places.stop))
-
-    def environment_of(self, number: int) -> str:
-        """Whose turn group `number` is."""
-        return self._mixture.draw(number)
 
     def next_of(self, name: str, number: int) -> Draw:
         """The next task of an environment, for group `number`."""
@@ -168,7 +164,12 @@ class TaskSource:
 
     def state(self) -> dict[str, Any]:
         ladders = {name: one.state_dict() for name, one in self._ladders.items()}
-        return {"had": dict(self._had), "ladders": ladders, "files": self._files()}
+        return {
+            "had": dict(self._had),
+            "ladders": ladders,
+            "files": self._files(),
+            "weights": self.mixture.changes,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Raises TrainingError where a file of tasks has changed."""
@@ -179,6 +180,8 @@ class TaskSource:
                     "or begin anew with --restart"
                 )
         self._had = dict(state["had"])
+        for first, weights in state["weights"]:
+            self.mixture.change(first, weights)
         for name, ladder in self._ladders.items():
             ladder.load_state_dict(state["ladders"][name])
 
@@ -191,5 +194,5 @@ class TaskSource:
     def _at(self, numbers: range) -> list[Draw]:
         for number in numbers:
             if number not in self._drawn:
-                self._drawn[number] = self.next_of(self.environment_of(number), number)
+                self._drawn[number] = self.next_of(self.mixture.draw(number), number)
         return [self._drawn[number] for number in numbers]

@@ -29,8 +29,8 @@ _SAID = {
 
 
 def episode_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Of rollouts that ended, dropped ones included: tokens, seconds and those of environments, by environment where
-    there are several."""
+    """Of rollouts that ended, dropped ones included: tokens, seconds and those of environments, share of failed ones,
+    by environment where there are several."""
     found: dict[str, float] = {}
     if not rollouts:
         return found
@@ -38,6 +38,7 @@ def episode_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
     for name in [None, *(names if len(names) > 1 else ())]:
         some = [one for one in rollouts if name in (None, one.task.environment)]
         own = {"s": mean(one.seconds for one in some), "turns": float(mean(one.num_turns for one in some))}
+        own["failed"] = mean(float(one.failure not in (None, "stale")) for one in some)
         for key, values in (
             ("tokens", [one.tree.num_sampled for one in some]),
             ("environment_s", [one.environment_seconds for one in some]),

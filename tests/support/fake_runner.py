@@ -134,7 +134,7 @@ class FakeWeights:
 
 
 class StagedNumber(int):
-    is_complete = True
+    is_complete, num_bytes = True, 12
 
 
 def ended(result, error: Exception | None = None) -> Future:

@@ -1,5 +1,6 @@
 """Random schedules of asynchronous rollouts on a clock that is only counted: episodes that take long, fail or are
-cancelled, pushes that take time, engines that die, environments whose number of rollouts changes, an end at any moment.
+cancelled, pushes that take time, engines that die, environments whose weight, concurrency and rate change, an end at
+any moment.
 
 The dispatcher and the sink are the real ones. What happened is checked from outside, by a ledger of its own.
 """
@@ -13,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from glm5.common.errors import TrainingError
-from glm5.rl.environments.mixture import Mixture
+from glm5.rl.environments import mixture
 from glm5.rl.environments.protocol import EXCLUDED, Task
 from glm5.rl.orchestrator import dispatcher, sink
 from glm5.rl.orchestrator.dispatcher import Start
@@ -21,6 +22,8 @@ from glm5.rl.orchestrator.sink import Ended
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.segments import Segment
 from glm5.rl.training.repair import repair
+
+RATES = [None, None, 60.0, 600.0]
 
 
 @dataclass
@@ -42,7 +45,10 @@ class Plan:
         self.long = draw.choice([0.0, 0.1, 0.5])  # share of episodes that take many times as long
         self.failing = draw.choice([0.0, 0.1, 0.4])
         self.dying = draw.choice([0.0, 0.0, 0.05])  # chance, at each step, that the engine dies
-        self.full = {name: draw.choice([None, None, 1, 3]) for name in self.weights}
+        size = self.limits[1]
+        # Episodes at a time, and episodes a minute.
+        self.bounds = {name: (draw.choice([None, None, 1, 3 * size]), draw.choice(RATES)) for name in self.weights}
+        self.changes = [draw.uniform(0, 30) for _ in range(draw.choice([0, 3, 12]))]
         self.stops_at = draw.choice([None, None, draw.uniform(0, 30)])
 
 
@@ -57,12 +63,18 @@ class _Episode:
 class Simulation:
     """Runs a plan to its end. AssertionError where a rule is broken."""
 
-    def __init__(self, plan: Plan, dispatching: ModuleType = dispatcher, sinking: ModuleType = sink) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        dispatching: ModuleType = dispatcher,
+        sinking: ModuleType = sink,
+        mixing: ModuleType = mixture,
+    ) -> None:
         self.plan, self.random, self.limits = plan, plan.random, dispatching.Limits(*plan.limits)
-        self.mixture = Mixture(plan.weights)
-        self.services = {name: dispatching.Service(name, plan.full[name]) for name in plan.weights}
+        self.mixture = mixing.Mixture(plan.weights)
+        self.services = {name: dispatching.Service(name, *plan.bounds[name]) for name in plan.weights}
         self.dispatcher = dispatching.Dispatcher(
-            self.limits, self._service_of, self.services, plan.concurrency, plan.first_step
+            self.limits, self.mixture.draw, self.services, plan.concurrency, plan.first_step
         )
         self.sink = sinking.Sink(self.limits.max_staleness, plan.stale)
         self.now, self._order = 0.0, 0
@@ -81,6 +93,11 @@ class Simulation:
         self.stale, self.excluded, self.given_up = set[int](), set[int](), set[int]()  # rollouts by id
         self.kept_alive: list[Rollout] = []
         self.open = set(range(plan.first_step * self.limits.groups, self._num_admitted()))  # places that none covers
+        self.turns = [self.mixture.draw(place) for place in range(self._num_admitted())]  # whose they were when opened
+        self.weights = [(0, plan.weights)]
+        self.starts = dict.fromkeys(plan.weights, -1000000000.0)  # when the last group of each started
+        self._next_fill: float | None = None
+        self._num_needed = 0  # events other than changes, without which nothing may wait
 
     def _version_at(self, step: int) -> int:
         """Pushes before a step, written down once more."""
@@ -93,10 +110,9 @@ class Simulation:
             step += 1
         return step * self.limits.groups
 
-    def _service_of(self, place: int) -> str:
-        return self.mixture.draw(place)
-
     def run(self) -> None:
+        for seconds in self.plan.changes:
+            self._later(seconds, "changed")
         self._fill()
         num_events = 0
         while self.step < self.plan.steps:
@@ -104,8 +120,9 @@ class Simulation:
                 break
             if not self.is_training:
                 self._try_batch()
-            assert self._events, f"nothing goes on at step {self.step} of {self.plan.steps}: deadlock"
+            assert self._num_needed, f"nothing goes on at step {self.step} of {self.plan.steps}: deadlock"
             self.now, _, kind, what = heappop(self._events)
+            self._num_needed -= kind != "changed"
             getattr(self, f"_{kind}")(what)
             self._check()
             num_events += 1
@@ -113,17 +130,21 @@ class Simulation:
         self._drain()
 
     def _later(self, seconds: float, kind: str, what: Any = None) -> None:
+        self._at(self.now + seconds, kind, what)
+
+    def _at(self, time: float, kind: str, what: Any = None) -> None:
         self._order += 1
-        heappush(self._events, (self.now + seconds, self._order, kind, what))
+        self._num_needed += kind != "changed"
+        heappush(self._events, (time, self._order, kind, what))
 
     def _fill(self) -> None:
-        while (start := self.dispatcher.next()) is not None:
+        while (start := self.dispatcher.next(self.now)) is not None:
             assert start.version == self.version
             assert start.number not in self._playing
-            free = [place for place in self.open if not self._is_full(self._service_of(place))]
-            assert start.place == min(free)
-            assert start.service == self._service_of(start.place)
+            assert start.place == self._first_open()
+            assert start.service == self.turns[start.place]
             self.open.remove(start.place)
+            self.starts[start.service] = self.now
             self.started[start.service] += 1
             playing = self._playing[start.number] = {}
             self._ended[start.number] = [None] * self.limits.group_size
@@ -133,11 +154,56 @@ class Simulation:
                 self.num_permits += 1
                 playing[number] = _Episode(start, number)
                 self._later(self.random.expovariate(4.0), "first_token", (start.number, number))
+        has_room = self.num_permits + self.limits.group_size <= max(self.plan.concurrency, self.limits.group_size)
+        assert not has_room or self._first_open() is None, "a group could start"
+        due = self.dispatcher.due(self.now)
+        assert not has_room or due == self._next_by_rate()
+        if due is not None and due != self._next_fill:
+            self._next_fill = due
+            self._at(due, "due")
 
-    def _is_full(self, name: str) -> bool:
-        playing = [one for one in self._playing.values() if next(iter(one.values())).start.service == name]
-        most = self.services[name].concurrency
-        return most is not None and len(playing) >= most
+    def _due(self, _: None) -> None:
+        self._next_fill = None
+        self._fill()
+
+    def _with_room(self) -> dict[str, float]:
+        """When each service may start that has an open place, by its rate, and has room, by its concurrency."""
+        size, playing = self.limits.group_size, self._num_playing()
+        found: dict[str, float] = {}
+        for name in {self.turns[place] for place in self.open}:
+            most, rate = self.services[name].concurrency, self.services[name].rate
+            if most is None or not playing[name] or playing[name] + size <= most:
+                found[name] = self.now if rate is None else max(self.now, self.starts[name] + 60 * size / rate)
+        return found
+
+    def _first_open(self) -> int | None:
+        """The place whose turn it is."""
+        times = self._with_room()
+        return min((place for place in self.open if times.get(self.turns[place]) == self.now), default=None)
+
+    def _next_by_rate(self) -> float | None:
+        return min((time for time in self._with_room().values() if time > self.now), default=None)
+
+    def _num_playing(self) -> Counter[str]:
+        return Counter(one.start.service for each in self._playing.values() for one in each.values())
+
+    def _changed(self, _: None) -> None:
+        """Somebody changes a weight or a bound."""
+        name = self.random.choice(list(self.services))
+        match self.random.choice(["weight", "concurrency", "rate"]):
+            case "weight":
+                first, weights = (
+                    self.dispatcher.first_free,
+                    self.weights[-1][1] | {name: self.random.choice([0.5, 4.0])},
+                )
+                assert first == len(self.turns)
+                self.mixture.change(first, weights)
+                self.weights = [one for one in self.weights if one[0] < first] + [(first, weights)]
+            case "concurrency":
+                self.services[name].concurrency = self.random.choice([None, 1, 2 * self.limits.group_size])
+            case "rate":
+                self.services[name].rate = self.random.choice(RATES)
+        self._fill()
 
     def _first_token(self, what: tuple[int, int]) -> None:
         group, number = what
@@ -225,7 +291,7 @@ class Simulation:
         first = [number for name, count in quota.items() for number in numbers[name][:count]]
         assert [one.start.number for one in taken] == sorted(first), "not those that started first"
         places = range(self.step * self.limits.groups, (self.step + 1) * self.limits.groups)
-        assert Counter(one.start.service for one in taken) == Counter(map(self._service_of, places))
+        assert Counter(one.start.service for one in taken) == Counter(self.turns[place] for place in places)
         for ended in taken:
             self._account(ended, "trained")
             self._check_trained(ended, version)
@@ -286,9 +352,6 @@ class Simulation:
         self.step += 1
         if self.random.random() < self.plan.dying:
             self._die()
-        if self.random.random() < 0.1:
-            name = self.random.choice(list(self.services))
-            self.services[name].concurrency = self.random.choice([None, 1, 2])
         if self._version_at(self.step) > self.version:
             self.is_training = True  # the trainer waits for the push
             self._later(self.random.expovariate(5.0), "pushed")
@@ -298,6 +361,7 @@ class Simulation:
         self.is_training = False
         before, self.version = self._num_admitted(), self._version_at(self.step)
         self.open |= set(range(before, self._num_admitted()))
+        self.turns += map(self.mixture.draw, range(before, self._num_admitted()))
         self.dispatcher.pushed(self.version)
         if self.random.random() < 0.2:
             self.dispatcher.pushed(self.version)  # an engine that was started again
@@ -323,7 +387,7 @@ class Simulation:
     def _drain(self) -> None:
         self.dispatcher.is_draining = True
         self._die()
-        assert self.dispatcher.next() is None
+        assert self.dispatcher.next(self.now) is None
         self._check()
         assert self.dispatcher.in_flight == 0
         assert not self.dispatcher.running
@@ -333,14 +397,27 @@ class Simulation:
         for one in self.services.values():
             assert (one.started, one.cancelled) == (self.started[one.name], self.cancelled[one.name])
             assert one.ended == one.started - one.cancelled
-            assert one.running == 0
+            assert one.in_flight == 0
+        self._check_ratios()
+
+    def _check_ratios(self) -> None:
+        """Every place has the environment that it had when it was opened, and these are as the weights say."""
+        assert self.turns == [self.mixture.draw(place) for place in range(len(self.turns))]
+        bounds = [first for first, _ in self.weights[1:]] + [len(self.turns)]
+        for (first, weights), last in zip(self.weights, bounds, strict=True):
+            counts = Counter(self.turns[first:last])
+            for name, weight in weights.items():
+                wanted = (last - first) * weight / sum(weights.values())
+                assert abs(counts[name] - wanted) <= 0.02 * (last - first) + 3, f"{counts} by {weights}"
 
     def _check(self) -> None:
         assert self.dispatcher.in_flight == self.num_permits
         assert self.num_permits <= max(self.plan.concurrency, self.limits.group_size)
         assert not self.is_training or self.dispatcher.version == self.version
+        assert self._num_playing() == Counter(
+            {name: one.in_flight for name, one in self.services.items() if one.in_flight}
+        )
         covered = Counter(one.service for one in self.dispatcher.running)
-        assert covered == Counter({name: one.running for name, one in self.services.items() if one.running})
         covered += Counter(ended.start.service for ended in self.sink.held)
         num_trained = self.plan.first_step * self.limits.groups + self.trained.total()
         assert num_trained + covered.total() + len(self.open) == self._num_admitted()

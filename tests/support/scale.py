@@ -24,6 +24,7 @@ from glm5.rl.orchestrator.rollouts import AsyncRollouts
 from glm5.rl.rollouts.engines import Engines
 from glm5.rl.rollouts.harness import Harness
 from glm5.rl.rollouts.policy import Policy
+from glm5.rl.services import ServiceSettings
 from tests.support.rl_recipe import small_recipe
 
 SECONDS = 0.5
@@ -88,7 +89,7 @@ async def conduct(recipe: RLRecipe, out: Path, steps: int) -> tuple[list[float],
     made = [ScriptedEngine(reply) for _ in range(ENGINES)]
     engines = Engines(lambda number: made[number], ENGINES)  # pyright: ignore[reportArgumentType]
     engines.start()
-    rollouts = AsyncRollouts(recipe, builder.tasks, 0)
+    rollouts = AsyncRollouts(recipe, builder.tasks, 0, ServiceSettings(recipe, recipe.folder))
     costs, memory = [], []
     async with EnvironmentWorkers([one.name for one in recipe.environment], num_workers=1) as workers:
         rollouts.play_with(Harness(Policy(engines, recipe.rollouts), workers, builder.chat))

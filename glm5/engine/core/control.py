@@ -209,10 +209,15 @@ class Control:
 
     def _update(self, call: UpdateWeightsCall) -> _Turns:
         self._check_update(call)
+        began = time.monotonic()
         staged = yield from self._result(self.weights.stage(Path(call.path)))
         self._check_complete(is_complete=not self.is_torn or staged.is_complete)
+        read = time.monotonic()
         # Between two launches: the previous step is launched, the next one is not planned yet.
-        return self._replaced(call, lambda version: self.weights.swap(staged, version))
+        answer = self._replaced(call, lambda version: self.weights.swap(staged, version))
+        now = time.monotonic()
+        self.last_push = {"seconds": now - began, "stopped_seconds": now - read, "bytes": staged.num_bytes}
+        return answer
 
     def _push(self, call: PushCall) -> _Turns:
         buckets = self._buckets[call.call_id]

@@ -50,7 +50,8 @@ class WeightSource(Protocol):
 
     def stage(self, folder: Path) -> "Future[Any]":
         """Start to read and check weights; nothing is replaced yet. The result has `is_complete`: whether it has all
-        tensors of the model. The future may raise anything."""
+        tensors of the model, and `num_bytes`. `folder`: of a checkpoint, or the marker of a version (versions.py). The
+        future may raise anything."""
         ...
 
     def swap(self, staged: Any, version: int) -> None:

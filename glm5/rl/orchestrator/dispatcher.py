@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import inf
 
 from glm5.common.errors import TrainingError
 
@@ -41,19 +42,27 @@ class Start:
 
 @dataclass
 class Service:
-    """Rollouts and rewards of one environment, as the dispatcher counts them. `concurrency`: the most of its groups at
-    a time; it may change at any moment."""
+    """Rollouts and rewards of one environment, as the dispatcher counts them. The report (section 4.1) says that the
+    orchestrator controls each task's ratio and "generation speed". The ratio is `service_of` of the dispatcher. Speed
+    is taken as two bounds, which may change at any moment: `concurrency`, the most of its episodes at a time (but for a
+    single group), and `rate`, the most of them that start in a minute."""
 
     name: str
     concurrency: int | None = None
-    started: int = 0
+    rate: float | None = None
+    started: int = 0  # groups, as ended and cancelled
     ended: int = 0
     cancelled: int = 0
-    running: int = 0
+    in_flight: int = 0  # episodes
+    last_start: float = -inf
 
-    @property
-    def is_full(self) -> bool:
-        return self.concurrency is not None and self.running >= self.concurrency
+    def has_room(self, size: int) -> bool:
+        """Whether its concurrency lets a group of `size` start."""
+        return self.concurrency is None or self.in_flight + size <= max(self.concurrency, size)
+
+    def due(self, size: int) -> float:
+        """When its rate lets a group start after the last one."""
+        return -inf if self.rate is None else self.last_start + 60 * size / self.rate
 
 
 @dataclass
@@ -70,8 +79,9 @@ class Dispatcher:
     episodes) or by `cancel`; the permit of each of its episodes is given back exactly once, by `episode_ended` or with
     its group. A place is open, or covered by one group that is running or in the sink, or trained.
 
-    `service_of(place)`: whose turn a place is. `concurrency`: the most episodes at a time, but for a single group; it
-    may change at any moment. `step`: the number of steps that are trained already, with their places.
+    `service_of(place)`: whose turn a place is; for places below `first_free` it must not change. `concurrency`: the
+    most episodes at a time, but for a single group; it may change at any moment. `step`: the number of steps that are
+    trained already, with their places. Times are seconds of any clock that never goes back.
     """
 
     def __init__(
@@ -85,7 +95,6 @@ class Dispatcher:
         self.limits, self.services, self.concurrency = limits, services, concurrency
         self.version = limits.version_at(step)
         self.next_number = self._next_place = step * limits.groups
-        self.in_flight = 0  # episodes
         self.is_draining = False
         self._service_of = service_of
         self._open: dict[str, list[int]] = {name: [] for name in services}
@@ -95,26 +104,41 @@ class Dispatcher:
     def running(self) -> list[Start]:
         return [one.start for one in self._running.values()]
 
-    def next(self) -> Start | None:
+    @property
+    def in_flight(self) -> int:
+        """Episodes."""
+        return sum(one.in_flight for one in self.services.values())
+
+    @property
+    def first_free(self) -> int:
+        """The first place that has not been given out."""
+        return self.limits.num_admitted(self.version)
+
+    def next(self, now: float) -> Start | None:
         """The group to start now; None while nothing may start."""
         size = self.limits.group_size
         if self.is_draining or self.in_flight + size > max(self.concurrency, size):
             return None
-        while self._next_place < self.limits.num_admitted(self.version):
+        while self._next_place < self.first_free:
             heappush(self._open[self._service_of(self._next_place)], self._next_place)
             self._next_place += 1
-        free = [(places[0], name) for name, places in self._open.items() if places and not self.services[name].is_full]
+        free = [(self._open[one.name][0], one.name) for one in self._with_room() if one.due(size) <= now]
         if not free:
             return None
         place, name = min(free)
         heappop(self._open[name])
-        start = Start(self.next_number, place, name, self.version)
+        start, service = Start(self.next_number, place, name, self.version), self.services[name]
         self.next_number += 1
         self._running[start.number] = _Running(start, size)
-        self.in_flight += size
-        self.services[name].started += 1
-        self.services[name].running += 1
+        service.in_flight += size
+        service.started += 1
+        service.last_start = now
         return start
+
+    def due(self, now: float) -> float | None:
+        """After `next` has returned None: the next time at which a rate lets a group start, if one waits for that."""
+        waiting = (one.due(self.limits.group_size) for one in self._with_room())
+        return min((due for due in waiting if due > now), default=None)
 
     def episode_ended(self, number: int, episode: int) -> None:
         """An episode of a running group has ended: another may begin. Told again, or of a group that has been taken
@@ -124,7 +148,7 @@ class Dispatcher:
             return
         running.seen.add(episode)
         running.missing -= 1
-        self.in_flight -= 1
+        self.services[running.start.service].in_flight -= 1
 
     def end(self, number: int) -> Start:
         """All episodes of a group have ended."""
@@ -161,10 +185,14 @@ class Dispatcher:
         places = range(step * self.limits.groups, (step + 1) * self.limits.groups)
         return Counter(map(self._service_of, places))
 
+    def _with_room(self) -> list[Service]:
+        """Services with an open place that have not reached their concurrency."""
+        size = self.limits.group_size
+        return [one for one in self.services.values() if self._open[one.name] and one.has_room(size)]
+
     def _take(self, number: int) -> Start:
         running = self._running.pop(number, None)
         if running is None:
             raise AssertionError(f"group {number} is not running")
-        self.in_flight -= running.missing
-        self.services[running.start.service].running -= 1
+        self.services[running.start.service].in_flight -= running.missing
         return running.start

@@ -15,40 +15,47 @@ from glm5.rl.orchestrator.dispatcher import Dispatcher, Limits, Service, Start
 from glm5.rl.orchestrator.sink import Drops, Sink
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.rollouts.collect import AnyHarness, Draw, play_group
+from glm5.rl.services import COUNTS, ServiceSettings
 from glm5.rl.tasks import TaskSource
 from glm5.rl.waits import episode_figures
 
 MOST_DROPPED = 8
 """Batches' worth of groups of one environment that may be dropped in a row."""
+LOOK_SECONDS = 1.0
+"""After which the settings are looked at again, while a batch is missing."""
 
 
 class AsyncRollouts:
-    """Plays groups until `cancel`, and hands out batches. `step`: the number of steps that are trained.
+    """Plays groups until `cancel`, and hands out batches. `step`: the number of steps that are trained. `settings`:
+    weights, concurrency and rates, which may change at any moment. Places that were given out keep their environment.
 
     After `cancel` nothing starts until `play_with` gives it a harness, as when its engine has ended: the tasks that
     were under way are asked again.
     """
 
-    def __init__(self, recipe: RLRecipe, tasks: TaskSource, step: int) -> None:
+    def __init__(self, recipe: RLRecipe, tasks: TaskSource, step: int, settings: ServiceSettings) -> None:
         cfg, rollouts = recipe.asynchronous, recipe.rollouts
         assert cfg is not None
         self.limits = Limits(rollouts.groups, rollouts.group_size, cfg.max_staleness, cfg.push_every)
         services = {one.name: Service(one.name) for one in recipe.environment}
         most = num_rollouts(recipe)
         self.concurrency = AdaptiveConcurrency(most, least=rollouts.group_size, most=most)
-        self.dispatcher = Dispatcher(self.limits, tasks.environment_of, services, most, step)
+        self.dispatcher = Dispatcher(self.limits, tasks.mixture.draw, services, most, step)
         self.sink = Sink(cfg.max_staleness, cfg.stale)
         self.harness: AnyHarness | None = None
-        self._tasks, self._seed = tasks, recipe.seed
+        self._tasks, self._seed, self._settings = tasks, recipe.seed, settings
         self._again: dict[str, deque[Draw]] = {name: deque() for name in services}
         self._draws: dict[int, Draw] = {}  # of groups that are under way or in the sink
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._late: dict[int, asyncio.Event] = {}  # of each group that plays; set where it is to end as it is
         self._dropped = dict.fromkeys(services, 0)  # in a row
-        self._drops = Counter[str]()  # groups that figures are to tell of, by environment
+        self._dropped_groups = Counter[str]()  # by environment
+        self._told = Counter[str]()  # of the services' counts, by the figures' names
+        self._timer: asyncio.TimerHandle | None = None  # a rate lets a group start
         self._ended: list[Rollout] = []  # that figures are to tell of
         self._error: Exception | None = None
         self._changed = asyncio.Event()
+        self.adjust()
 
     async def batch(self, step: int) -> list[Group]:
         """The groups of a step, once they have ended. Raises EngineDead and TrainingError."""
@@ -57,6 +64,7 @@ class AsyncRollouts:
         self.concurrency.observe(await self.harness.policy.engines.usage())
         self.dispatcher.concurrency = self.concurrency.allowed
         while True:
+            self.adjust()
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
@@ -69,17 +77,30 @@ class AsyncRollouts:
                 return [group for ended in taken for group in ended.groups]
             self.fill()
             self._changed.clear()
-            await self._changed.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
+
+    def adjust(self) -> None:
+        """What the settings say from now on."""
+        self._settings.weigh(self._tasks.mixture, self.dispatcher.first_free)
+        for one in self._settings.environments:
+            service = self.dispatcher.services[one.name]
+            service.concurrency, service.rate = one.concurrency, one.rate
 
     def fill(self) -> None:
         """Start what may start."""
         if self._error is not None:
             return
-        while (start := self.dispatcher.next()) is not None:
+        loop = asyncio.get_running_loop()
+        while (start := self.dispatcher.next(loop.time())) is not None:
             again = self._again[start.service]
             draw = again.popleft() if again else self._tasks.next_of(start.service, start.number)
             self._draws[start.number] = draw
             self._playing[start.number] = asyncio.create_task(self._play(start, draw))
+        if self._timer is not None:
+            self._timer.cancel()
+        due = None if self.dispatcher.is_draining else self.dispatcher.due(loop.time())
+        self._timer = None if due is None else loop.call_at(due, self.fill)
 
     def pushed(self, version: int) -> None:
         """The engine has weights of `version`."""
@@ -99,6 +120,9 @@ class AsyncRollouts:
         for task in playing:
             with suppress(asyncio.CancelledError):
                 await task
+        for number in list(self._playing):  # tasks that were cancelled before they began
+            del self._playing[number]
+            self._cancelled(number)
         self._error = None
 
     def figures(self) -> dict[str, float]:
@@ -117,10 +141,12 @@ class AsyncRollouts:
             "staleness/checked": (self.limits.groups + drops.groups) * self.limits.group_size,
         }
         found |= {f"staleness/dropped_below_{length}_tokens": count for length, count in sorted(drops.lengths.items())}
-        if len(services := self.dispatcher.services) > 1:
-            found |= {f"dispatcher/groups/{name}": one.running for name, one in services.items()}
-            found |= {f"staleness/dropped_groups/{name}": self._drops[name] for name in services}
-        self._drops.clear()
+        for one in self.dispatcher.services.values():
+            counts = (one.started, one.ended, one.cancelled, self._dropped_groups[one.name])
+            told = {f"service/{key}/{one.name}": count for key, count in zip(COUNTS, counts, strict=True)}
+            found |= {name: count - self._told[name] for name, count in told.items()}
+            found[f"service/in_flight/{one.name}"] = one.in_flight
+            self._told.update({name: found[name] for name in told})
         return {name: float(value) for name, value in found.items()} | episode_figures(ended)
 
     def state(self) -> dict[str, Any]:
@@ -146,8 +172,7 @@ class AsyncRollouts:
                 late=late,
             )
         except BaseException as error:
-            self.dispatcher.cancel(start.number)
-            self._again[start.service].appendleft(self._draws.pop(start.number))
+            self._cancelled(start.number)
             if not isinstance(error, Exception):
                 raise
             self._error = self._error or error
@@ -155,7 +180,8 @@ class AsyncRollouts:
             self._ended += [one for group in groups for one in group.rollouts]
             self.sink.add(self.dispatcher.end(start.number), groups)
         finally:
-            del self._playing[start.number], self._late[start.number]
+            self._playing.pop(start.number, None)
+            self._late.pop(start.number, None)
             self._changed.set()
         self.fill()
 
@@ -165,6 +191,10 @@ class AsyncRollouts:
         for number in overdue:
             self._late[number].set()
         return bool(overdue)
+
+    def _cancelled(self, number: int) -> None:
+        start = self.dispatcher.cancel(number)
+        self._again[start.service].appendleft(self._draws.pop(number))
 
     def _episode_ended(self, number: int, episode: int) -> None:
         self.dispatcher.episode_ended(number, episode)
@@ -177,7 +207,7 @@ class AsyncRollouts:
             self.dispatcher.reopen(ended.start)
             del self._draws[ended.start.number]
             self._dropped[service] += 1
-            self._drops[service] += 1
+            self._dropped_groups[service] += 1
             if self._dropped[service] > MOST_DROPPED * self.limits.groups:
                 reasons = [one.failure_reason for group in ended.groups for one in group.rollouts if one.failure]
                 raise TrainingError(

@@ -8,6 +8,7 @@ is asked of an engine whose weights are not those of the last push.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from glm5.common.errors import EngineDead, GlmError
+from glm5.checkpoint.versions import WeightFolder
+from glm5.common.errors import CheckpointError, EngineDead, GlmError
 from glm5.config.engine import Channel
 from glm5.config.rl import KeyPolicy
 from glm5.engine import AsyncEngine
@@ -28,10 +30,18 @@ RESTARTS = 3
 
 
 class Engines:
-    """`make(i)` builds engine i of `count`, which has not started. For one event loop, but for `start`."""
+    """`make(i)` builds engine i of `count`, which has not started. Weights reach them by `channel`, or by `files`. For
+    one event loop, but for `start`."""
 
-    def __init__(self, make: Callable[[int], AsyncEngine], count: int = 1) -> None:
-        self._make, self.count = make, count
+    def __init__(
+        self,
+        make: Callable[[int], AsyncEngine],
+        count: int = 1,
+        *,
+        channel: Channel = "auto",
+        files: WeightFolder | None = None,
+    ) -> None:
+        self._make, self.count, self._channel, self._files = make, count, channel, files
         self._all = dict[int, AsyncEngine]()  # that take requests
         self._starting = dict[int, asyncio.Task[AsyncEngine]]()
         self._restarts = [0] * count
@@ -58,6 +68,8 @@ class Engines:
         begun = await asyncio.gather(*self._starting.values(), return_exceptions=True)
         started = [one for one in begun if isinstance(one, AsyncEngine)]
         await asyncio.gather(*(asyncio.to_thread(engine.close) for engine in [*started, *self._all.values()]))
+        if self._files is not None:
+            self._files.clear()
 
     @property
     def alive(self) -> list[AsyncEngine]:
@@ -127,16 +139,12 @@ class Engines:
         self._ring.add(number)
 
     async def update_weights(
-        self,
-        source: Mapping[str, Tensor],
-        *,
-        policy: KeyPolicy,
-        version: int,
-        max_key_age: int = 0,
-        channel: Channel = "auto",
+        self, source: Mapping[str, Tensor], *, policy: KeyPolicy, version: int, max_key_age: int = 0
     ) -> dict[str, Any]:
         """Push weights into every engine, those included that were started again meanwhile; returns the figures of the
         slowest push. An engine that ends at it is taken out. Raises EngineDead where none is left."""
+        began, files = time.monotonic(), self._files
+        given = source if files is None else await asyncio.to_thread(files.publish, source, version)
         joining = {number: task for number, task in self._starting.items() if task.done()}
         for number in joining:
             del self._starting[number]
@@ -150,9 +158,16 @@ class Engines:
                 logger.warning("engine %d of %d could not be started again: %s", number, self.count, error)
 
         async def push(engine: AsyncEngine) -> dict[str, Any]:
-            options: Any = {"policy": policy, "version": version, "max_key_age": max_key_age, "channel": channel}
-            await engine.update_weights(source, **options)
-            return (await engine.stats())["last_push"]
+            options: Any = {"policy": policy, "version": version, "max_key_age": max_key_age, "channel": self._channel}
+            try:
+                await engine.update_weights(given, **options)
+            except CheckpointError as error:
+                if files is None or (whole := await asyncio.to_thread(files.whole)) == given:
+                    raise
+                logger.warning("%s; all weights are sent", error)
+                await engine.update_weights(whole, **options)
+            found = (await engine.stats())["last_push"]
+            return found if files is None else found | {"seconds": time.monotonic() - began, "bytes": files.num_bytes}
 
         done = await asyncio.gather(*map(push, ready.values()), return_exceptions=True)
         results = dict(zip(ready, done, strict=True))

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 from glm5.chat.tokenizer import Tokenizer
 from glm5.rl.records.store import GroupHead, Head, Records
 from glm5.rl.records.trace import Trace
-from glm5.rl.report import comparison, plots, table
+from glm5.rl.report import comparison, plots, services, table
 from glm5.rl.view.timeline import timeline
 from glm5.rl.view.tokens import COLOURS, MAX_TOKENS, conversation, largest_advantage
 from glm5.rl.view.tree import tree
@@ -50,7 +50,7 @@ class RunPages:
         total = max((line["step"] for line in lines), default=1)
         kept = f"<h2>Steps</h2><p>{''.join(chips) or 'No rollouts are kept.'}</p>"
         curves = "".join(f'<div class="card">{figure}</div>' for figure in plots(lines, total))
-        said = f"{kept}{table(lines)}{comparison(lines)}{timeline(lines)}"
+        said = f"{kept}{table(lines)}{services(lines)}{comparison(lines)}{timeline(lines)}"
         return self._page([], f'{said}<h2>Curves</h2><div class="curves">{curves}</div>')
 
     def _step(self, step: int, first: int) -> str:

@@ -4,6 +4,7 @@ Tokens in and out, log-probabilities, weight versions, routed experts, pause, sl
 """
 
 import asyncio
+import copy
 import itertools
 import os
 import signal
@@ -16,6 +17,7 @@ import torch
 
 import glm5
 from glm5.checkpoint.handover import Buffers, TensorStream, stream_of
+from glm5.checkpoint.versions import WeightFolder
 from glm5.common.errors import CheckpointError, EngineDead, GlmError, RequestError
 from glm5.config.presets import preset
 from glm5.engine.async_engine import AsyncEngine
@@ -228,6 +230,37 @@ def test_weights_change_under_load(llm, models, folders, rng, policy, source):
     assert largest(logprobs(late.outputs[0]) - own) < LOGPROB_BUDGET
     assert late.outputs[0].weight_versions == [second] * 12
     llm.update_weights(folders[0])
+
+
+def test_changes_of_a_folder_under_load(llm, models, tmp_path):
+    """Versions of a folder replace weights while requests run, and changes to other weights are refused."""
+    sender, first = WeightFolder(tmp_path, deltas=True), llm.stats()["weight_version"] + 1
+    llm.update_weights(sender.publish(models[0].state_dict(), first), version=first)
+    whole = llm.stats()["last_push"]["bytes"]
+    load = Load(llm, [[1, 2, 3], [9] * 40])
+    load.until(lambda: all(load.gained))
+    theirs = copy.deepcopy(models[0])
+    with torch.no_grad():
+        theirs.lm_head.weight[:, ::7] *= 1.5
+    second = llm.update_weights(sender.publish(theirs.state_dict(), first + 1), version=first + 1)
+    assert llm.stats()["last_push"]["bytes"] < 0.05 * whole
+    load.until(lambda: all(load.versions(i).count(second) > 5 for i in range(2)))
+    llm.update_weights(dict(models[0].state_dict()))  # another way
+    late = sender.publish(models[1].state_dict(), second + 2)
+    with pytest.raises(CheckpointError, match="changes to other weights than those in use"):
+        llm.update_weights(late, version=second + 2)
+    assert llm.stats()["weight_version"] == second + 1
+    assert llm.update_weights(sender.whole(), version=second + 2) == second + 2
+    load.until(lambda: all(load.versions(i).count(second + 2) > 5 for i in range(2)))
+    load.end()
+    for i, prompt in enumerate(load.prompts):
+        tokens, versions = load.tokens(i), load.versions(i)
+        by_version = {first: models[0], second: theirs, second + 1: models[0], second + 2: models[1]}
+        for version, model in by_version.items():
+            own = chosen(logprobs_of(model, prompt + tokens[:-1])[len(prompt) - 1 :], tokens)
+            places = [place for place, one in enumerate(versions) if one == version]
+            assert not places or largest(load.logprobs(i)[places] - own[places]) < LOGPROB_BUDGET
+    llm.update_weights(dict(models[0].state_dict()))
 
 
 def test_an_update_that_fails_changes_nothing(llm, models, folders, tmp_path):

@@ -1,14 +1,17 @@
 """Several engines: which plays which group, and what becomes of a group whose engine ends."""
 
 import asyncio
+import json
 from contextlib import nullcontext
 from random import Random
 from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from glm5.common.errors import ConfigError, EngineDead
+from glm5.checkpoint.versions import WeightFolder
+from glm5.common.errors import CheckpointError, ConfigError, EngineDead
 from glm5.config.rl import Rollouts
 from glm5.engine.frontend.outputs import Delta
 from glm5.rl.loop import run
@@ -193,6 +196,43 @@ CFG = Rollouts(groups=1, group_size=4, max_tokens=20, max_model_len=100)
 async def replies(engines: Engines, key: int, count: int = 4) -> list:
     with engines.held(key, count):
         return [one async for one in Policy(engines, CFG).replies([1, 2, 3], 7, count, key)]
+
+
+def test_an_engine_that_lacks_the_base_of_changes_is_sent_all_weights(tmp_path, caplog):
+    """One of two engines is started again; the folder has the others' changes, and once all weights."""
+    sent = list[tuple[int, bool]]()
+
+    class Reader(Scripted):
+        held: str | None = None
+
+        async def update_weights(self, source, *, policy, version, max_key_age, channel) -> None:
+            marker = json.loads(source.read_text())
+            if marker["base"] not in (None, self.held):
+                raise CheckpointError("changes to other weights")
+            self.version, self.held = version, marker["id"]
+            sent.append((version, marker["base"] is None))
+
+    made = list[Reader]()
+
+    def make(_: int) -> Reader:
+        made.append(Reader())
+        return made[-1]
+
+    engines = Engines(make, 2, files=WeightFolder(tmp_path / "weights", deltas=True))
+    engines.start()
+
+    async def run():
+        for version in (1, 2):
+            await engines.update_weights({"model.norm.weight": torch.ones(8) * version}, policy="keep", version=version)
+        made[0].held = None  # as of one that was started again
+        for version in (3, 4):
+            await engines.update_weights({"model.norm.weight": torch.ones(8) * version}, policy="keep", version=version)
+        await engines.close()
+
+    asyncio.run(run())
+    assert sorted(sent) == [(1, True), (1, True), (2, False), (2, False), (3, False), (3, True), (4, False), (4, False)]
+    assert "changes to other weights; all weights are sent" in caplog.text
+    assert not list((tmp_path / "weights").iterdir())
 
 
 def test_what_an_engine_was_asked_goes_on_elsewhere_with_its_tokens():

@@ -259,6 +259,18 @@ def killing_engine(monkeypatch, at_calls: Sequence[int], of: str = "generate") -
 
 
 @pytest.mark.parametrize(
+    "channel", [pytest.param("folder", marks=pytest.mark.long), pytest.param("delta", marks=pytest.mark.slow)]
+)
+def test_weights_by_a_folder_give_the_same_run(done, tmp_path, monkeypatch, channel):
+    if channel == "delta":
+        killing_engine(monkeypatch, [2], "update_weights")
+    run(small_recipe(tmp_path, f"rollouts.weight_channel={channel}"))
+    assert weights_of(tmp_path / "run") == weights_of(done / "run")
+    assert not list((tmp_path / "run" / "weights").iterdir())
+    assert steps_of(tmp_path / "run")[0]["push/bytes"] > 0
+
+
+@pytest.mark.parametrize(
     ("of", "number"),
     [pytest.param("generate", 8, marks=pytest.mark.slow), pytest.param("update_weights", 2, marks=pytest.mark.long)],
 )

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from glm5.rl.environments import mixture
 from glm5.rl.orchestrator import dispatcher, sink
 from glm5.rl.orchestrator.concurrency import AdaptiveConcurrency
 from tests.support.mutants import at_most, mutants
@@ -13,6 +14,10 @@ NUM_SCHEDULES = 100
 EQUIVALENT = {
     "other sign: self.next_number += 1": "numbers need only differ from each other",
     "one more: self.next_number += 1": "numbers need only differ from each other",
+    "any for all: if not weights or not all((0 < weight < float('inf') for weight in weights.values())):": (
+        "schedules have no wrong weights; tests of mixtures have"
+    ),
+    "other sign: return names[min(bisect_right(ends, place), len(names) - 1)]": "only rounding gets there",
 }
 
 
@@ -28,7 +33,7 @@ def test_ten_thousand_schedules(seed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("module", "role"), [(dispatcher, "dispatching"), (sink, "sinking")])
+@pytest.mark.parametrize(("module", "role"), [(dispatcher, "dispatching"), (sink, "sinking"), (mixture, "mixing")])
 def test_every_broken_variant_is_caught(module, role):
     kept = {}
     for name, variant in mutants(Path(module.__file__)):

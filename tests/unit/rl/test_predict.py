@@ -7,7 +7,6 @@ import math
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,12 +18,13 @@ from glm5.rl.orchestrator.rollouts import AsyncRollouts
 from glm5.rl.predict import CALIBRATED, Profile, bound, measured_profile, predicted
 from glm5.rl.report import comparison
 from glm5.rl.rollout import Rollout
-from glm5.rl.rollouts.harness import in_parallel, unless_late
 from glm5.rl.segments import Segment, SegmentTree
+from glm5.rl.services import ServiceSettings
 from glm5.rl.tasks import TaskSource
 from glm5.rl.view.timeline import MOST_STEPS, timeline
 from glm5.rl.waits import FIGURES, EngineMeter, beside, episode_figures, measured, waited
 from tests.support.rl_recipe import recipe_file, small_recipe
+from tests.support.sleeping_rollouts import sleeping_harness
 from tests.support.virtual_time import virtual_time
 
 OWN = {"tokens": [10.0] * 4, "environment_s": [3.0] * 4, "turns": [2.0]}
@@ -59,18 +59,26 @@ def test_engines_share_their_sequences(tmp_path):
     assert halved["time/step"] == pytest.approx(2 * (10 * (0.05 + 0.08) + 3) + 5)
 
 
+def test_a_rate_bounds_the_starts(tmp_path):
+    found = predicted(recipe_of(tmp_path, "environment.0.rate=48"), EVEN)  # a group every 5 seconds
+    assert found["time/step"] == pytest.approx(3 * 5 + 10 * (0.05 + 0.04) + 3 + 5)
+    found = predicted(recipe_of(tmp_path, "environment.0.concurrency=8"), EVEN)  # two times 8
+    assert found["time/step"] == pytest.approx(2 * (10 * (0.05 + 0.08) + 3) + 5)
+
+
 def test_each_environment_has_its_own_times(tmp_path):
     recipe = recipe_of(tmp_path, 'environment=[{name="guess"},{name="sort"}]')
     times = {name: OWN | {"environment_s": [seconds] * 4} for name, seconds in (("guess", 3.0), ("sort", 7.0))}
     found = predicted(recipe, replace(EVEN, step_s=0.0, token_s=0.0, episodes=times))
     assert found["time/step"] == pytest.approx(7 + 5)
-    rollouts = AsyncRollouts(recipe, TaskSource(recipe, environments_of(recipe)), 0)
-    rollouts.dispatcher.services["sort"].running = 3
-    rollouts._drops["guess"] = 2
+    rollouts = AsyncRollouts(recipe, TaskSource(recipe, environments_of(recipe)), 0, ServiceSettings(recipe, tmp_path))
+    rollouts.dispatcher.services["sort"].in_flight = 3
+    rollouts._dropped_groups["guess"] = 2
     found = rollouts.figures()
-    assert (found["dispatcher/groups/guess"], found["dispatcher/groups/sort"]) == (0, 3)
-    assert found["staleness/dropped_groups/guess"] == 2
-    assert rollouts.figures()["staleness/dropped_groups/guess"] == 0
+    assert (found["service/in_flight/guess"], found["service/in_flight/sort"]) == (0, 3)
+    assert found["service/dropped/guess"] == 2
+    rollouts._dropped_groups["guess"] += 1
+    assert rollouts.figures()["service/dropped/guess"] == 1
 
 
 def test_the_histogram_of_staleness():
@@ -85,34 +93,11 @@ def on_the_orchestrator(recipe, seed: int, steps: int) -> dict[str, float]:
     """Step time and drops of AsyncRollouts itself, with environments that sleep a log-normal time."""
     random, tasks = Random(seed), TaskSource(recipe, environments_of(recipe))
 
-    async def play(task, _seed, count, on_episode, late):
-        version = harness.version
-        rollouts = [Rollout(task, number, failure="stale") for number in range(count)]
-
-        async def one(rollout):
-            rollout.tree.add(Segment([0], is_sampled=True, logprobs=[0.0], versions=[version]))
-            await asyncio.sleep(random.lognormvariate(0, 1.2))
-            rollout.failure = None
-            on_episode(rollout.seed)
-
-        await unless_late(in_parallel(map(one, rollouts)), late)
-        return [[rollout] for rollout in rollouts]
-
-    async def task_of(name, own, level):
-        return Task(name, own, level, (), {})
-
-    async def score_group(_task, rewards):
-        return rewards
-
-    async def usage():
-        return 0.7
-
-    workers = SimpleNamespace(task=task_of, score_group=score_group)
-    policy = SimpleNamespace(engines=SimpleNamespace(usage=usage))
-    harness = SimpleNamespace(play=play, workers=workers, policy=policy, version=0)
+    harness = sleeping_harness(lambda _: random.lognormvariate(0, 1.2))
 
     async def run():
-        rollouts, stale, checked, began = AsyncRollouts(recipe, tasks, 0), 0.0, 0.0, 0.0
+        rollouts = AsyncRollouts(recipe, tasks, 0, ServiceSettings(recipe, recipe.folder))
+        stale, checked, began = 0.0, 0.0, 0.0
         rollouts.play_with(harness)
         for step in range(steps):
             await rollouts.batch(step)
