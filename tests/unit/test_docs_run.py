@@ -22,7 +22,9 @@ NOT_RUN = re.compile(
 )
 ADDRESS = "127.0.0.1:8000"
 TIMEOUT = 120  # seconds for one block; the longest takes about 5
-LONG = {"apis.md", "bench.md", "engine.md"}  # a quarter of a minute each: they run in `make soak`
+# Up to a quarter of a minute each: they run in `make soak`.
+LONG = {"apis.md", "bench.md", "chat.md", "engine.md", "operations.md", "rl-gateway.md", "routers.md"}
+INIT = "glm5 init --preset nano --out runs/random --seed 0"
 
 
 def blocks(document: Path) -> list[tuple[str, str]]:
@@ -32,6 +34,14 @@ def blocks(document: Path) -> list[tuple[str, str]]:
 def run(command: list[str], cwd: Path) -> None:
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def initialized(tmp_path_factory) -> Path:
+    """The folder in which INIT was run, as many documents begin with it."""
+    folder = tmp_path_factory.mktemp("initialized")
+    run(shell(INIT), folder)
+    return folder
 
 
 @pytest.fixture
@@ -67,13 +77,15 @@ def shell(line: str) -> list[str]:
     [pytest.param(path, marks=pytest.mark.slow if path.name in LONG else ()) for path in DOCUMENTS],
     ids=lambda path: path.name,
 )
-def test_every_block_runs(document, tmp_path, servers):
+def test_every_block_runs(document, tmp_path, servers, initialized):
     address = ADDRESS
     for language, text in blocks(document):
         for line in text.replace("\\\n", " ").replace(ADDRESS, address).splitlines() if language == "sh" else ():
             if not line.strip() or NOT_RUN.search(line) or (line.startswith("curl ") and shutil.which("curl") is None):
                 continue
-            if line.startswith("glm5 serve"):
+            if line == INIT:
+                shutil.copytree(initialized, tmp_path, dirs_exist_ok=True)
+            elif line.startswith("glm5 serve"):
                 process, address = start_server(line, tmp_path)
                 servers.append(process)
             else:

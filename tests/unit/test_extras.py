@@ -49,12 +49,16 @@ def tiny_checkpoint(tmp_path_factory):
 
 
 def test_the_core_works_without_any_extra(tiny_checkpoint):
-    code = "import glm5; assert glm5.load(sys.argv[1]).logits([1, 2, 3]).shape == (3, 320); glm5.LLM; glm5.AsyncEngine"
+    code = """
+import glm5
+from glm5.cli.main import main
+assert main(["--help"]) == 0
+assert main(["inspect", sys.argv[1]]) == 0
+assert glm5.load(sys.argv[1]).logits([1, 2, 3]).shape == (3, 320)
+glm5.LLM, glm5.AsyncEngine
+"""
     done = without(ALL, code, tiny_checkpoint)
     assert done.returncode == 0, done.stderr
-    done = glm5_without(ALL, "inspect", tiny_checkpoint)
-    assert done.returncode == 0, done.stderr
-    assert glm5_without(ALL, "--help").returncode == 0
 
 
 @pytest.mark.parametrize("hidden", ["fastapi", "uvicorn"])

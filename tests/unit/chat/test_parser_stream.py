@@ -18,8 +18,8 @@ from glm5.chat import (
 from glm5.chat.parser import TAGS
 from tests.support.answers import BARE_TOOLS, BEIJING, CASES, TOOLS, TWO_CALLS, Case, call, fed_ids, fed_text, function
 
-SPLITS = 10_000
-TOKENISATIONS = 1_000
+SPLITS = [2_000, pytest.param(10_000, marks=pytest.mark.slow)]
+TOKENISATIONS = [200, pytest.param(1_000, marks=pytest.mark.slow)]
 LONGEST_TAG = max(map(len, TAGS))
 
 
@@ -64,10 +64,11 @@ def soup(rng) -> Case:
     return Case("soup", text, starts_in_reasoning=rng.random() < 0.3, parse_tools=rng.random() < 0.9)
 
 
-def test_any_cuts_give_the_same_result(rng):
-    soups = [soup(rng) for _ in range(SPLITS // 20)]
+@pytest.mark.parametrize("splits", SPLITS)
+def test_any_cuts_give_the_same_result(rng, splits):
+    soups = [soup(rng) for _ in range(splits // 20)]
     cases = [(case, plain(collect(fed_text(case.parser(None), case.text, 10**9)))) for case in CASES + soups]
-    for _ in range(SPLITS):
+    for _ in range(splits):
         case, expected = rng.choice(cases)
         cuts = sorted(rng.randint(0, len(case.text)) for _ in range(rng.choice((1, 2, 5, 20))))
         parser, start, events = case.parser(None), 0, []
@@ -77,9 +78,10 @@ def test_any_cuts_give_the_same_result(rng):
         assert plain(collect(events + parser.finish())) == expected, (case.text, cuts)
 
 
-def test_any_tokens_of_a_text_give_the_same_result(rng, tokenizer):
+@pytest.mark.parametrize("tokenisations", TOKENISATIONS)
+def test_any_tokens_of_a_text_give_the_same_result(rng, tokenizer, tokenisations):
     """The same text in other tokens: the pieces between tags, cut anywhere and encoded one by one."""
-    for _ in range(TOKENISATIONS):
+    for _ in range(tokenisations):
         case = rng.choice(CASES) if rng.random() < 0.5 else soup(rng)
         expected = plain(collect(fed_ids(case.parser(tokenizer), tokenizer, tokenizer.encode(case.text))))
         cuts = sorted(rng.randint(0, len(case.text)) for _ in range(3))

@@ -147,19 +147,19 @@ def test_ctrl_c_that_an_import_loses_ends_the_command_all_the_same(monkeypatch, 
     assert capsys.readouterr().err == "\n\n"
 
 
-@pytest.mark.parametrize("argv", ["", "--help", "--version", "inspekt", "bench", "bench --help", "bench no", "--hepl"])
-def test_what_runs_no_command_imports_none_and_no_other_package(argv):
+def test_what_runs_no_command_imports_none_and_no_other_package():
     code = """
 import sys
 before = set(sys.modules)
 from glm5.cli.main import COMMANDS, main
-main(sys.argv[1:])
+for argv in ("", "--help", "--version", "inspekt", "bench", "bench --help", "bench no", "--hepl"):
+    main(argv.split())
 imported = sys.modules.keys() - before
 packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"glm5"}
 commands = {f"glm5.cli.{name.replace(' ', '_')}" for name in COMMANDS} & imported
 sys.exit(f"imported: {packages | commands}" if packages | commands else 0)
 """
-    done = subprocess.run([sys.executable, "-c", code, *argv.split()], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -17,7 +17,7 @@ from tests.unit.rl.hostile_guess import IS_WORKER
 
 TOOLS: dict[str, Any] = {
     "raise": b"raise RuntimeError",
-    "hang": b"while True: pass",
+    "hang": b"import signal\nsignal.pause()",
     "memory": b"import os\nos.fork()\nheld = bytearray(5 * 10**7)\nwhile True: pass",
     "kill": b"import os, signal\nos.kill(0, signal.SIGKILL)",
     "null": None,

@@ -84,10 +84,8 @@ def test_a_killed_run_trains_every_task_once(tmp_path, said):
     assert max(seeds.values()) == 1
 
 
-@pytest.mark.parametrize(
-    ("of", "number"),
-    [pytest.param("generate", 12, marks=pytest.mark.slow), pytest.param("update_weights", 2, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("of", "number"), [("generate", 12), ("update_weights", 2)])
 def test_an_engine_that_is_killed_loses_no_task(tmp_path, monkeypatch, caplog, of, number):
     killing_engine(monkeypatch, [number], of)
     run(small_recipe(tmp_path, *ASYNC, "environment.0.tasks=1000"))

@@ -55,7 +55,7 @@ def check(name, level, num_tasks, every_wrong=1):
 def test_tasks_are_distinct_and_answered_by_their_oracle_alone(name):
     assert make(name).levels == NUM_LEVELS
     for level in range(NUM_LEVELS):
-        num_tasks, distinct, right, refused, accepted, _ = check(name, level, 167, every_wrong=20)
+        num_tasks, distinct, right, refused, accepted, _ = check(name, level, 80, every_wrong=20)
         assert distinct == right == num_tasks
         assert accepted == 0 < refused
 

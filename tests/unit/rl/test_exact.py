@@ -34,6 +34,7 @@ from tests.support.models import random_model
 from tests.support.rounding import logit_rounding
 
 NATIVE = pytest.param("native", marks=pytest.mark.compiler)
+TORCH = pytest.param("torch", marks=pytest.mark.slow)
 CROWDED = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_speculative_tokens": 3}
 ALONE = {"max_num_seqs": 1, "enable_prefix_caching": False}
 
@@ -66,7 +67,7 @@ def test_every_sampled_token_has_the_engines_bits(layers, settings, seed, rng):
         exact.check(llm.client.info.arithmetic)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for version in range(2):
-            drawn = answers(llm, rng, turns=2 if layers == "native" else 1)
+            drawn = answers(llm, rng, **({} if layers == "native" else {"turns": 1, "max_tokens": 4, "longest": 40}))
             assert set(drawn.versions) == {version}
             logprob_G = drawn.scored(exact)
             assert num_unlike(logprob_G, drawn.reported) == 0
@@ -88,6 +89,7 @@ def test_every_sampled_token_has_the_engines_bits(layers, settings, seed, rng):
 CUTS = ({"top_p": 0.95}, {"min_p": 0.02, "temperature": 1.5}, {"top_p": 0.2}, {"top_k": 3}, {"top_p": 1 - 1e-6})
 
 
+@pytest.mark.parametrize("layers", [NATIVE, TORCH], indirect=True)
 def test_recorded_masks_give_the_engines_bits(layers, seed, rng):
     """With top_p or min_p alone, too, whatever a mask takes; after a step of the optimizer those that were recorded
     are not those that the new weights would leave."""
@@ -123,6 +125,7 @@ def test_recorded_masks_give_the_engines_bits(layers, seed, rng):
     assert num_unlike(own, scored(kept_of(masks))) > 0
 
 
+@pytest.mark.parametrize("layers", [NATIVE, TORCH], indirect=True)
 def test_each_version_of_the_weights_in_an_answer_is_exact(layers, seed, rng):
     """Weights change in the middle of answers, with the policy `recompute`: a token belongs to its version."""
     model = trained(seed)
@@ -197,6 +200,7 @@ def test_gradients_are_those_of_the_definition_in_float64(fault, layers, seed, r
     assert (max(error.values()) < GRADIENT) == (fault is None)
 
 
+@pytest.mark.parametrize("layers", [NATIVE, TORCH], indirect=True)
 def test_the_ratio_of_a_training_step_is_one(layers, seed, rng):
     """As a run trains: the objective's own metrics, exactly, and not for the definition's pass."""
     model = trained(seed)

@@ -99,7 +99,7 @@ def test_the_policy_is_a_checkpoint(done):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("arrives", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_rollouts_with_quantized_weights(tmp_path, monkeypatch, arrives):
     """Every push is quantized: the engine's probabilities stay near the trainer's, and are not the same."""
     if not arrives:  # the control: all but one tensor keep their first values

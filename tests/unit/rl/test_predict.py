@@ -121,7 +121,7 @@ def on_the_orchestrator(recipe, seed: int, steps: int) -> dict[str, float]:
 
 def test_as_the_orchestrator_itself(tmp_path, seed):
     recipe = recipe_of(tmp_path, "rollouts.groups=8", staleness=2)
-    real = on_the_orchestrator(recipe, seed, 150)
+    real = on_the_orchestrator(recipe, seed, 75)
     places = [*LOG_NORMAL[:3], math.exp(1.2 * 2.16)]  # of 32
     own = {"tokens": [0.0] * 4, "environment_s": places, "turns": [1.0]}
     profile = Profile(0.0, 0.0, 0.2, 0.0, 0.0, {"guess": own}, "made up")

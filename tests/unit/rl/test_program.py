@@ -59,7 +59,7 @@ def test_an_engine_that_is_killed_is_started_again(tmp_path, monkeypatch, caplog
     assert [line["step"] for line in lines] == [1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_episodes_whose_engine_is_killed_are_played_by_the_other_one(tmp_path, monkeypatch, caplog):
     killing_engine(monkeypatch, [9])
     lines = train(tmp_path, "chat", settings=('rollouts.devices=["cpu", "cpu"]',))

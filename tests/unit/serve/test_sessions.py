@@ -18,7 +18,7 @@ from glm5.serve.http.server import bind, serving
 from tests.support.agents import DIALECTS, Agent, RandomEngine
 from tests.support.tokenizers import tiny_tokenizer
 
-NUM_AGENTS, TURNS = 10, 8
+NUM_AGENTS, TURNS = 5, 8
 MANY = 700  # of each dialect
 
 

@@ -126,19 +126,12 @@ def test_flags_that_do_not_fit_together(flags, why, capsys):
     assert why in capsys.readouterr().err
 
 
-def test_a_batch_beyond_the_usual_most_has_its_sequences(capsys):
+def test_a_batch_beyond_the_usual_most_has_its_sequences_and_layers_need_no_experts(capsys):
     """Of the batches that are measured by default, too, which were refused after the start."""
-    flags = "--preset tiny --load-format dummy --dtype float32 --batch 65 --context 32 --input-len 4"
-    flags += " --output-len 1 --max-model-len 192 --num-gpu-blocks-override 400 --device cpu"
+    flags = "--preset tiny --load-format dummy --dtype float32 --num-hidden-layers 1 --batch 65 --context 32"
+    flags += " --input-len 4 --output-len 1 --max-model-len 192 --num-gpu-blocks-override 400 --device cpu"
     assert main(["bench", "latency", *flags.split()]) == 0
     assert "decoding step, batch 65" in capsys.readouterr().out
-
-
-def test_layers_without_experts(capsys):
-    flags = "--preset tiny --load-format dummy --dtype float32 --num-hidden-layers 1 --batch 1 --context 32"
-    flags += " --input-len 4 --output-len 1 --max-model-len 192 --num-gpu-blocks-override 40 --device cpu"
-    assert main(["bench", "latency", *flags.split()]) == 0
-    assert "decoding step, batch 1" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -42,7 +42,8 @@ def test_a_mixture_keeps_its_shares_and_counts_each_source_without_gaps(weights)
         assert (mixture.counts[source] > 0) == (weight > 0)
     assert Mixture(weights, seed=1)[2 * BLOCK + 5] == draws[2 * BLOCK + 5]
     if len(weights) == 2:
-        assert draws != [Mixture(weights, seed=2)[g] for g in range(3 * BLOCK)]
+        other = Mixture(weights, seed=2)
+        assert draws != [other[g] for g in range(3 * BLOCK)]
         assert Counter(source for source, _ in draws[:64]).keys() == {0, 1}
 
 
