@@ -45,7 +45,7 @@ class StepLog:
     """The figures of steps: a line of JSON each in a file, and a table on a terminal, else a line of text each.
 
     `file`: on entry it keeps the lines that `kept` gives. `shown`: names in a line of text; `table`: those on the left
-    and on the right of the table. `board`: the folder of TensorBoard's files, if they are asked for. Raises MissingExtra.
+    and on the right of the table. `board`: the folder of TensorBoard's files, if asked for. Raises MissingExtra.
     """
 
     def __init__(
