@@ -12,6 +12,7 @@ import resource
 import shutil
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -46,6 +47,9 @@ from glm5.train.metrics import flops_per_token
 from glm5.train.stage_trainer import device_of
 
 CHUNK = 4096  # tokens whose logits exist at a time
+TOO_LARGE = "  does not fit: a smaller pass_tokens, rollouts.concurrency or rollouts.max_model_len needs less"
+Metrics = list[dict[str, Any]]
+"""The lines of the run in the recipe's folder."""
 
 
 def estimate(recipe: RLRecipe) -> str:
@@ -54,31 +58,26 @@ def estimate(recipe: RLRecipe) -> str:
     preset_of(recipe.algorithm.name, recipe.algorithm.parameters)
     cfg, device = model_config(recipe.model), device_of(recipe.device)
     count, available = count_parameters(cfg), device_memory(device)
-    trainer, engine = trainer_parts(cfg, recipe), engine_parts(cfg, recipe)
-    seconds, source = step_seconds(cfg, recipe)
-    peak = measured_peak(recipe)
+    trainer, engine, metrics = trainer_parts(cfg, recipe), engine_parts(cfg, recipe), read_metrics(recipe.folder)
+    seconds, source = step_seconds(cfg, recipe, metrics)
+    peak = max((line.get("perf/peak_gib", 0.0) for line in metrics), default=0.0) * GIB
     total = (peak or sum(trainer.values())) + sum(engine.values())
     state = sum(trainer[name] for name in ("weights", "optimizer"))
     free = shutil.disk_usage(existing_parent(recipe.folder)).free
-    lines = [
+    lines = (
         f"model: {count.with_mtp:,} parameters, {count.active:,} of them for a token beside embedding and head",
         f"device: {device}, {available / GIB:.1f} GiB",
         f"a step: {max_tokens(recipe):,} tokens at most, in {num_rollouts(recipe):,} conversations at a time",
         f"memory: about {total / GIB:.3g} GiB",
         f"  trainer: {_listed(trainer)}" + (f"; measured {peak / GIB:.3g}" if peak else ""),
         f"  engine: {_listed(engine)}",
-    ]
-    if total > available:
-        lines.append("  does not fit: a smaller pass_tokens, rollouts.concurrency or rollouts.max_model_len needs less")
-    return "\n".join(
-        [
-            *lines,
-            f"time: about {format_duration(seconds * recipe.steps)}, {seconds:.3g} s a step ({source})",
-            *(() if recipe.asynchronous is None else advice(recipe, profile_of(cfg, recipe))),
-            f"{recipe.folder}: a state {state / GIB:.3g} GiB, records {recipe.records.max_gb:g}; {free / GIB:.3g} free",
-            recipe_json(recipe),
-        ]
+        *((TOO_LARGE,) if total > available else ()),
+        f"time: about {format_duration(seconds * recipe.steps)}, {seconds:.3g} s a step ({source})",
+        *(() if recipe.asynchronous is None else advice(recipe, profile_of(cfg, recipe, metrics))),
+        f"{recipe.folder}: a state {state / GIB:.3g} GiB, records {recipe.records.max_gb:g}; {free / GIB:.3g} free",
+        recipe_json(recipe),
     )
+    return "\n".join(lines)
 
 
 def trainer_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
@@ -129,14 +128,9 @@ def process_bytes(recipe: RLRecipe) -> float:
     return float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def measured_peak(recipe: RLRecipe) -> float:
-    """Bytes of the trainer's process at its peak, where the run has measured them; else 0."""
-    return max((line.get("perf/peak_gib", 0.0) for line in read_metrics(recipe.folder)), default=0.0) * GIB
-
-
-def step_seconds(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, str]:
+def step_seconds(cfg: ModelConfig, recipe: RLRecipe, metrics: Metrics) -> tuple[float, str]:
     """Seconds of a step, and where the number comes from."""
-    measured = [line["time/step"] for line in read_metrics(recipe.folder) if "time/step" in line]
+    measured = [line["time/step"] for line in metrics if "time/step" in line]
     if len(measured) >= 2:
         return median(measured[-100:]), f"the median of {len(measured[-100:])} that were measured"
     sampling, training = token_seconds(cfg, recipe)
@@ -151,9 +145,9 @@ def token_seconds(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, float]:
     return forward, forward * (4 if recipe.exact else 3)
 
 
-def profile_of(cfg: ModelConfig, recipe: RLRecipe) -> Profile:
+def profile_of(cfg: ModelConfig, recipe: RLRecipe, metrics: Metrics) -> Profile:
     """What a prediction goes by: an earlier run, else the recipe's limits."""
-    if (found := measured_profile(recipe, read_metrics(recipe.folder))) is not None:
+    if (found := measured_profile(recipe, metrics)) is not None:
         return found
     sampling, training = token_seconds(cfg, recipe)
     return bound(recipe, sampling, training * max_tokens(recipe))
