@@ -13,6 +13,7 @@ import shutil
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -47,6 +48,9 @@ from glm5.train.metrics import flops_per_token
 from glm5.train.stage_trainer import device_of
 
 CHUNK = 4096  # tokens whose logits exist at a time
+TOO_LARGE = "  does not fit: a smaller pass_tokens, rollouts.concurrency or rollouts.max_model_len needs less"
+Metrics = list[dict[str, Any]]
+"""The lines of the run in the recipe's folder."""
 
 
 def estimate(recipe: RLRecipe) -> str:
@@ -57,8 +61,9 @@ def estimate(recipe: RLRecipe) -> str:
     count, available = count_parameters(cfg), device_memory(device)
     places = [torch.device(one) for one in recipe.rollouts.devices] or [device]
     trainer, engines = trainer_parts(cfg, recipe), [engine_parts(cfg, recipe, len(places), place) for place in places]
-    seconds, source = step_seconds(cfg, recipe)
-    peak = measured_peak(recipe)
+    metrics = read_metrics(recipe.folder)
+    seconds, source = step_seconds(cfg, recipe, metrics)
+    peak = max((line.get("perf/peak_gib", 0.0) for line in metrics), default=0.0) * GIB
     needed = defaultdict[torch.device, float](float, {_numbered(device): peak or sum(trainer.values())})
     for place, engine in zip(places, engines, strict=True):
         needed[_numbered(place)] += sum(engine.values())
@@ -80,16 +85,14 @@ def estimate(recipe: RLRecipe) -> str:
         else:
             lines.append(f"  {place}: {size / GIB:.3g}; this machine has no such device, a run needs one that has")
     if not fits:
-        lines.append("  does not fit: a smaller pass_tokens, rollouts.concurrency or rollouts.max_model_len needs less")
-    return "\n".join(
-        [
-            *lines,
-            f"time: about {format_duration(seconds * recipe.steps)}, {seconds:.3g} s a step ({source})",
-            *(() if recipe.asynchronous is None else advice(recipe, profile_of(cfg, recipe))),
-            f"{recipe.folder}: a state {state / GIB:.3g} GiB, records {recipe.records.max_gb:g}; {free / GIB:.3g} free",
-            recipe_json(recipe),
-        ]
-    )
+        lines.append(TOO_LARGE)
+    lines += [
+        f"time: about {format_duration(seconds * recipe.steps)}, {seconds:.3g} s a step ({source})",
+        *(() if recipe.asynchronous is None else advice(recipe, profile_of(cfg, recipe, metrics))),
+        f"{recipe.folder}: a state {state / GIB:.3g} GiB, records {recipe.records.max_gb:g}; {free / GIB:.3g} free",
+        recipe_json(recipe),
+    ]
+    return "\n".join(lines)
 
 
 def trainer_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
@@ -140,14 +143,9 @@ def process_bytes(device: torch.device) -> float:
     return float(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def measured_peak(recipe: RLRecipe) -> float:
-    """Bytes of the trainer's process at its peak, where the run has measured them; else 0."""
-    return max((line.get("perf/peak_gib", 0.0) for line in read_metrics(recipe.folder)), default=0.0) * GIB
-
-
-def step_seconds(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, str]:
+def step_seconds(cfg: ModelConfig, recipe: RLRecipe, metrics: Metrics) -> tuple[float, str]:
     """Seconds of a step, and where the number comes from."""
-    measured = [line["time/step"] for line in read_metrics(recipe.folder) if "time/step" in line]
+    measured = [line["time/step"] for line in metrics if "time/step" in line]
     if len(measured) >= 2:
         return median(measured[-100:]), f"the median of {len(measured[-100:])} that were measured"
     sampling, training = token_seconds(cfg, recipe)
@@ -162,9 +160,9 @@ def token_seconds(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, float]:
     return forward, forward * (4 if recipe.exact else 3)
 
 
-def profile_of(cfg: ModelConfig, recipe: RLRecipe) -> Profile:
+def profile_of(cfg: ModelConfig, recipe: RLRecipe, metrics: Metrics) -> Profile:
     """What a prediction goes by: an earlier run, else the recipe's limits."""
-    if (found := measured_profile(recipe, read_metrics(recipe.folder))) is not None:
+    if (found := measured_profile(recipe, metrics)) is not None:
         return found
     sampling, training = token_seconds(cfg, recipe)
     return bound(recipe, sampling, training * max_tokens(recipe))

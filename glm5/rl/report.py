@@ -66,13 +66,8 @@ def plots(lines: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
     """The first and the last value of the figures that are most asked for."""
-    rows: list[str] = []
-    for name in _IN_TABLE:
-        values = [line[name] for line in lines if name in line]
-        if values:
-            cells = "".join(f"<td>{value:.4g}</td>" for value in (values[0], values[-1]))
-            rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
-    return f"<table><tr><th></th><th>first</th><th>last</th></tr>{''.join(rows)}</table>"
+    values = {name: [line[name] for line in lines if name in line] for name in _IN_TABLE}
+    return _table("first", "last", {name: (of[0], of[-1]) for name, of in values.items() if of})
 
 
 def services(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -91,9 +86,10 @@ def services(lines: Sequence[Mapping[str, Any]]) -> str:
 
 def comparison(lines: Sequence[Mapping[str, Any]]) -> str:
     """What was predicted of an asynchronous run beside what was measured; empty where nothing was predicted."""
-    rows = [
-        f"<tr><th>{html.escape(name)}</th><td>{said:.4g}</td><td>{found:.4g}</td></tr>"
-        for name, (said, found) in beside(lines).items()
-    ]
-    head = "<tr><th></th><th>predicted</th><th>measured</th></tr>"
-    return f"<table>{head}{''.join(rows)}</table>" if rows else ""
+    found = beside(lines)
+    return _table("predicted", "measured", found) if found else ""
+
+
+def _table(left: str, right: str, rows: Mapping[str, tuple[float, float]]) -> str:
+    cells = (f"<tr><th>{html.escape(name)}</th><td>{a:.4g}</td><td>{b:.4g}</td></tr>" for name, (a, b) in rows.items())
+    return f"<table><tr><th></th><th>{left}</th><th>{right}</th></tr>{''.join(cells)}</table>"

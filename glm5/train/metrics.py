@@ -9,7 +9,8 @@ Recomputation and indexers are not counted (training notes, 6b).
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -20,7 +21,7 @@ from glm5.common.extras import require
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
 from glm5.config.train import StageConfig
-from glm5.train.progress_table import LEAST_WIDTH, ProgressTable, clock_of, columns
+from glm5.train.progress_table import LEAST_WIDTH, LEFT, RIGHT, ProgressTable, clock_of, columns
 from glm5.train.sliding_window import keys_read
 from glm5.train.state import writing_to
 from glm5.train.step import Phase
@@ -40,67 +41,110 @@ def flops_per_token(cfg: ModelConfig, seq_len: int, phase: Phase) -> float:
     return 6 * active + attention
 
 
-class MetricsLog:
-    """Metrics of a stage. On entry, lines of steps that a resumed run repeats are removed from the file."""
+class StepLog:
+    """The figures of steps: a line of JSON each in a file, and a table on a terminal, else a line of text each.
+
+    `file`: on entry it keeps the lines that `kept` gives. `shown`: names in a line of text; `table`: those on the left
+    and on the right of the table. `board`: the folder of TensorBoard's files, if asked for. Raises MissingExtra.
+    """
 
     def __init__(
-        self, out: Path, stage: StageConfig, first: int, stream: TextIO | None = None, *, tensorboard: bool = False
+        self,
+        file: Path,
+        name: str,
+        steps: int,
+        first: int,
+        stream: TextIO | None,
+        *,
+        title: str,
+        shown: Sequence[str],
+        board: Path | None,
+        table: tuple[Sequence[str], Sequence[str]] = (LEFT, RIGHT),
     ) -> None:
-        """`tensorboard`: also write its files, to OUT/tensorboard/STAGE. Raises MissingExtra."""
-        self._file, self._stage = out / FILE, stage
+        self._file, self._name, self._steps, self._first, self._shown = file, name, steps, first, shown
         self._stream = sys.stderr if stream is None else stream
         is_wide = columns(self._stream) >= LEAST_WIDTH
-        title = f"{stage.name} ({stage.kind})"
-        self._live = ProgressTable(title, stage.steps, first, self._stream) if is_wide else None
-        self._board = check_board().SummaryWriter(str(out / "tensorboard" / stage.name)) if tensorboard else None
-        self._first = first
-        self._start = time.monotonic()
+        left, right = table
+        self._live = ProgressTable(title, steps, first, self._stream, left=left, right=right) if is_wide else None
+        self._board = None if board is None else check_board().SummaryWriter(str(board))
+        self._began = time.monotonic()
+
+    def kept(self) -> Iterable[Mapping[str, Any]]:
+        """The records of the file that a run that goes on does not repeat."""
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
         with writing_to(self._file):
-            _truncate(self._file, self._stage.name, self._first)
+            lines = [json.dumps(record) + "\n" for record in self.kept()]
+            with atomic_write(self._file) as handle:
+                handle.writelines(lines)
             self._handle = self._file.open("a", encoding="utf-8")
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._handle.close()
         if self._board is not None:
             self._board.close()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a finished step; steps count from 1."""
-        self._write({"stage": self._stage.name, "step": step, **metrics})
+        self.write(step, metrics)
         if self._live is not None:
             self._live.step(step, metrics)
             return
-        shown = {name: metrics[name] for name in _SHOWN if name in metrics}
-        done = step - self._first
-        eta = (time.monotonic() - self._start) / max(done, 1) * (self._stage.steps - step)
-        text = ", ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        self._line(f"{self._stage.name} {step}/{self._stage.steps}: {text}, ETA {clock_of(eta)}")
+        seconds = (time.monotonic() - self._began) / max(1, step - self._first) * (self._steps - step)
+        shown = {name: metrics[name] for name in self._shown if name in metrics}
+        self.say(f"{self._name} {step}/{self._steps}", shown, f", ETA {clock_of(seconds)}")
+
+    def release(self) -> None:
+        """Other output follows."""
+        if self._live is not None:
+            self._live.release()
+
+    def say(self, head: str, metrics: Mapping[str, float], end: str = "") -> None:
+        """A line of text."""
+        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self._stream.write(f"{head}: {text}{end}\n")
+        self._stream.flush()
+
+    def write(self, step: int, metrics: Mapping[str, float], **about: Any) -> None:
+        """A record in the file, `about` before its figures."""
+        metrics = {name: short(value) for name, value in metrics.items()}
+        with writing_to(self._file):
+            self._handle.write(json.dumps({**about, "step": step, **metrics}) + "\n")
+            self._handle.flush()
+            if self._board is not None:
+                for name, value in metrics.items():
+                    self._board.add_scalar(name, value, step)
+
+
+class MetricsLog(StepLog):
+    """Metrics of a stage. `tensorboard`: also write its files, to OUT/tensorboard/STAGE. Raises MissingExtra."""
+
+    def __init__(
+        self, out: Path, stage: StageConfig, first: int, stream: TextIO | None = None, *, tensorboard: bool = False
+    ) -> None:
+        board = out / "tensorboard" / stage.name if tensorboard else None
+        title = f"{stage.name} ({stage.kind})"
+        super().__init__(out / FILE, stage.name, stage.steps, first, stream, title=title, shown=_SHOWN, board=board)
+
+    def kept(self) -> Iterable[Mapping[str, Any]]:
+        """The records of earlier stages, and of this stage up to the first step."""
+        return takewhile(
+            lambda one: one["stage"] != self._name or one["step"] <= self._first, read_metrics(self._file.parent)
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float], **about: Any) -> None:
+        super().write(step, metrics, stage=self._name, **about)
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of an evaluation after a step."""
-        self._write({"stage": self._stage.name, "step": step, "held out": True, **metrics})
+        self.write(step, metrics, **{"held out": True})
         if self._live is not None:
             self._live.held_out(metrics)
             self._live.release()  # messages about a checkpoint follow below the table
             return
-        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-        self._line(f"{self._stage.name} {step}/{self._stage.steps}: {text}")
-
-    def _line(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        with writing_to(self._file):
-            self._handle.write(json.dumps({key: short(value) for key, value in record.items()}) + "\n")
-            self._handle.flush()
-            if self._board is not None:
-                for name, value in record.items():
-                    if isinstance(value, float):
-                        self._board.add_scalar(name, value, record["step"])
+        self.say(f"{self._name} {step}/{self._steps}", metrics)
 
 
 class NoMetrics:
@@ -137,17 +181,6 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return records
-
-
-def _truncate(file: Path, stage: str, first: int) -> None:
-    """Keep the records of earlier stages, and of this stage up to step `first`."""
-    kept: list[str] = []
-    for record in read_metrics(file.parent):
-        if record["stage"] == stage and record["step"] > first:
-            break
-        kept.append(json.dumps(record) + "\n")
-    with atomic_write(file) as handle:
-        handle.writelines(kept)
 
 
 def short(value: Any) -> Any:

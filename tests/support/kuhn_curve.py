@@ -2,16 +2,62 @@
 
 The policy of a step is read from its records: the probability of a reply at an information set is the exponential of
 the log-probabilities of its tokens. An information set that no game of a step reached keeps its last probability.
+
+    NashConv(policy) = max_a value_0(a, policy) - min_b value_0(policy, b)
+
+is what both seats would gain by best responses: 0 in equilibrium. A policy is the probability of a bet at each of the
+12 information sets, which are named by the card and the history: "K", "Kp", "Kb", "Kpb", ...
 """
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
-from glm5.rl.environments.kuhn import INFORMATION_SETS, conversation, nash_conv
+from glm5.rl.environments.kuhn import CARDS, DEALS, ENDS, WORDS, asked, won_by_first
+from glm5.rl.environments.protocol import Message
 from glm5.rl.records.store import Records
 from glm5.rl.records.trace import Trace
+
+SETS = tuple([card + history for history in of_seat for card in CARDS] for of_seat in (("", "pb"), ("p", "b")))
+"""By seat: the information sets where it acts."""
+INFORMATION_SETS = (*SETS[0], *SETS[1])
+GAME_VALUE = -1 / 18
+Policy = Mapping[str, float]
+"""Probability of a bet by information set."""
+
+
+def value(policy_0: Policy, policy_1: Policy) -> float:
+    """What seat 0 wins in the mean, when the seats play these policies."""
+    return sum(_value(deal, "", (policy_0, policy_1)) for deal in DEALS) / len(DEALS)
+
+
+def nash_conv(policy: Policy) -> float:
+    """What best responses to `policy` win against it in both seats together. Exact: all pure responses are tried."""
+    responses = [
+        [dict(zip(SETS[seat], bets, strict=True)) for bets in product((0.0, 1.0), repeat=6)] for seat in (0, 1)
+    ]
+    return max(value(pure, policy) for pure in responses[0]) - min(value(policy, pure) for pure in responses[1])
+
+
+def conversation(information_set: str) -> list[Message]:
+    """What the policy reads at an information set: the prompt whose next reply is a bet or a pass."""
+    card, history = information_set[0], information_set[1:]
+    seat = len(history) % 2
+    messages: list[Message] = [asked(card, history[:1] if seat else "")]
+    if history == "pb":
+        messages += [{"role": "assistant", "content": WORDS["p"]}, {"role": "user", "content": WORDS["b"]}]
+    return messages
+
+
+def _value(deal: tuple[str, ...], history: str, policies: tuple[Policy, Policy]) -> float:
+    if history in ENDS:
+        return won_by_first(deal, history)
+    seat = len(history) % 2
+    bet = policies[seat][deal[seat] + history]
+    return bet * _value(deal, history + "b", policies) + (1 - bet) * _value(deal, history + "p", policies)
+
 
 _NAMES = {repr(conversation(each)): each for each in INFORMATION_SETS}
 

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 from threading import Lock
@@ -46,14 +45,6 @@ finally:
 """
 
 
-@dataclass
-class _Run:
-    """A program on its inputs, and what it returned once it has ended. `lock`: of whoever runs it."""
-
-    lock: Lock = field(default_factory=Lock)
-    returned: list[Any] | None = None
-
-
 class Coding(Environment):
     """`boxes`: where programs run."""
 
@@ -61,7 +52,7 @@ class Coding(Environment):
 
     def __init__(self, boxes: Boxes = NO_BOXES) -> None:
         self._boxes = boxes
-        self._runs: dict[tuple[str, str], _Run] = {}
+        self._runs: dict[tuple[str, str], tuple[Lock, list[Any]]] = {}  # of whoever runs it; [what it returned]
         self._lock = Lock()
 
     def task(self, seed: int, level: int) -> Task:
@@ -95,15 +86,15 @@ class Coding(Environment):
         with self._lock:
             if len(self._runs) >= MAX_RUNS:
                 self._runs.clear()
-            run = self._runs.setdefault(key, _Run())
-        with run.lock:
-            if run.returned is None:
-                done = self._run(*key)
-                returned = [] if done is None else _read(done.stdout)
-                if done is None or done.ended_by != "exit":
-                    return returned
-                run.returned = returned
-            return run.returned
+            lock, known = self._runs.setdefault(key, (Lock(), []))
+        with lock:
+            if known:
+                return known[0]
+            done = self._run(*key)
+            returned = [] if done is None else _read(done.stdout)
+            if done is not None and done.ended_by == "exit":
+                known.append(returned)
+            return returned
 
     def _run(self, program: str, inputs: str) -> Completed | None:
         """How it ended; None where it broke its box."""

@@ -31,18 +31,8 @@ NUM_TURNS, MAX_TASKS, MAX_STORAGE_MB = 30, 10_000, 2000
 COMMAND_SECONDS, REPLY_SECONDS, TESTS_SECONDS = 20.0, 40.0, 30.0  # together less than workers wait for an answer
 BASH = function_tool("bash", "Run a command; you get what it prints. Each begins in a new shell.", command="for bash")
 SHORT = 20  # characters of a solution that may be in a box by chance
+_CLEAN = Path(__file__).with_name("harbor_clean.sh")
 _GRADING = {"HOME": "/tmp", "PYTHONNOUSERSITE": "1"}
-_CLEAN = """
-for each in logs logs/agent logs/artifacts; do [ ! -L $each ] || rm $each; done
-mkdir -p app logs && for each in * .[!.]* ..?*; do
-    [ "$each" = app ] || chmod -Rf u+rwX "./$each" || :
-    [ "$each" = app ] || [ "$each" = logs ] || rm -rf "./$each"
-done
-rm -rf logs/verifier && mkdir -p logs/verifier
-find app -depth '(' -name __pycache__ -o -name '*.pyc' ')' -exec rm -rf {} +
-[ -z "$(find . ! -path './app/*' ! -path './logs/*' ! -name . ! -name app ! -name logs; find app -name '*.pyc')" ]
-! find app logs -type l -exec readlink -m {} + | grep -qE '^(/box/work)?/(tests|solution|logs/verifier)(/|$)'
-"""
 
 
 class TerminalTasks(Environment):
@@ -193,11 +183,11 @@ class TerminalEpisode:
         step, made = self._made.steps[number], self._made
         try:
             with closing(box.fresh_copy()) as copy:
-                clean = _CLEAN
+                clean = _CLEAN.read_text(encoding="utf-8")
                 if step.verifier.environment_mode == "separate":
                     for each in step.verifier.collect:
                         copy.run(self._argv(each.command), min(each.timeout_sec, COMMAND_SECONDS))
-                    clean = _keeping(made) + clean
+                    clean = f"{_keeping(made)}\n{clean}"
                 done = copy.run(["/bin/bash", "-ec", clean], timeout=TESTS_SECONDS)
                 if done.exit_code:
                     return f"what grading must not see is still there ({done.ended_by})"

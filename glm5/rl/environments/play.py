@@ -6,6 +6,7 @@ For tests, for conversations that a model is first trained on, and for a look at
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 
 from glm5.rl.environments.protocol import Environment, Message, Playable, Reply, Task, Turn
@@ -23,17 +24,21 @@ class Played:
         return [sum(parts.values()) for parts in (self.last.rewards, *self.last.seat_rewards)]
 
 
-def play(environment: Environment, task: Task, answer: Callable[[Sequence[Message]], Reply]) -> Played:
-    """Play to the end. `answer`: the reply to a conversation, of whichever seat is to reply. Raises EpisodeFailed."""
+def play(
+    environment: Environment, task: Task, answer: Callable[[Sequence[Message]], Reply], most: int | None = None
+) -> Played:
+    """Play to the end, or until `most` replies, the last of which is not answered. `answer`: the reply to a
+    conversation, of whichever seat is to reply. Raises EpisodeFailed."""
     conversations: list[list[Message]] = [[] for _ in range(environment.num_seats)]
     with closing(environment.reset(task)) as episode:
         turn = Turn(tuple(episode.messages))
-        while not turn.is_done:
+        for number in count(1):
             chat = conversations[turn.seat]
             chat.extend(turn.messages)
             reply = answer(chat)
             chat.append(as_message(reply))
-            turn = episode.step(reply)
+            if number == most or (turn := episode.step(reply)).is_done:
+                break
     return Played(conversations, turn)
 
 
@@ -46,15 +51,9 @@ def play_oracle(environment: Environment, task: Task) -> Played:
 def play_solution(environment: Environment, task: Task) -> list[list[Message]]:
     """Each seat's conversation with the replies that earn the most; the last one is not scored, so that a program that
     it holds needs no sandbox. Raises EpisodeFailed."""
-    replies = list(environment.oracle(task))
-    conversations: list[list[Message]] = [[] for _ in range(environment.num_seats)]
-    with closing(environment.reset(task)) as episode:
-        turn = Turn(tuple(episode.messages))
-        for number, reply in enumerate(replies, start=1):
-            conversations[turn.seat] += [*turn.messages, as_message(reply)]
-            if number < len(replies):
-                turn = episode.step(reply)
-    return conversations
+    replies = environment.oracle(task)
+    coming = iter(replies)
+    return play(environment, task, lambda _: next(coming), len(replies)).conversations
 
 
 def play_randomly(environment: Playable, task: Task, random: Random) -> Played:

@@ -1,15 +1,4 @@
-"""Environments by name.
-
-    guess, guess-crash, reverse, sort, kuhn, grid,
-    tiny-terminal                                      small ones, whose optimum is known
-    math, science, code, tools                         the domains of the report's reasoning RL, in three levels
-    search                                             questions of several hops about a generated web
-    terminal                                           commands in a box, graded by the files that are left
-    harbor/FOLDER                                      the same of task folders in Harbor's format
-    reasoning-gym/NAME                                 a dataset of that package (extra: reasoning-gym)
-    swe/FOLDER                                         faults in packages, which glm5 env make swe put there
-    verifiers/FOLDER/ID                                others' environments, for the library verifiers
-    package.module:name                                your own: a class or function without arguments
+"""Environments by name; docs/rl-environments.md says what each asks.
 
 A new one is a class of `protocol.py` and a line here.
 """

@@ -11,10 +11,9 @@ one task of six at level 0, whoever does not read the sizes for one of three.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations, permutations, product
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from glm5.rl.environments.families import Family
 from glm5.rl.environments.protocol import Episode, Playable, Reply, Task, Turn
@@ -24,33 +23,29 @@ VERBS = {"rm": "remove", "mv": "move", "cp": "copy"}
 _COMMAND = re.compile(r"ls|cd ([1-9])|rm ([a-z])|(mv|cp) ([a-z]) ([1-9])")
 
 
-@dataclass(frozen=True)
-class _Level:
+class _Level(NamedTuple):
     """`is_spread`: files lie in all folders, not in the first alone."""
 
     num_files: int
     num_folders: int
     is_spread: bool
 
-    @property
-    def tasks(self) -> Family:
-        """All tasks: which files there are, of which sizes and where, and what is to be done with which one."""
-        changes = [("rm", 0), *product(("mv", "cp"), range(1, self.num_folders))]
-        folders = range(1, self.num_folders + 1) if self.is_spread else [1]
-        return Family(
-            dict,
-            {
-                "change": changes,
-                "index": range(self.num_files),
-                "sizes": list(permutations(SIZES, self.num_files)),
-                "names": list(combinations(NAMES, self.num_files)),
-                "folders": list(product(folders, repeat=self.num_files)),
-            },
-        )
-
 
 LEVELS = (_Level(3, 2, is_spread=False), _Level(4, 3, is_spread=True), _Level(5, 4, is_spread=True))
 NUM_TURNS = 4
+
+
+def _family(level: _Level) -> Family:
+    """All tasks: what is to be done with which file, of which sizes and names files are and where."""
+    files, folders = level.num_files, range(1, level.num_folders + 1)
+    grid = {
+        "change": [("rm", 0), *product(("mv", "cp"), folders[:-1])],
+        "index": range(files),
+        "sizes": list(permutations(SIZES, files)),
+        "names": list(combinations(NAMES, files)),
+        "folders": list(product(folders if level.is_spread else [1], repeat=files)),
+    }
+    return Family(dict, grid)
 
 
 class TinyTerminal(Playable):
@@ -59,7 +54,7 @@ class TinyTerminal(Playable):
     name, levels, num_turns, is_quick = "tiny-terminal", len(LEVELS), NUM_TURNS, True
 
     def __init__(self) -> None:
-        self._tasks = [level.tasks for level in LEVELS]
+        self._tasks = [_family(level) for level in LEVELS]
 
     def task(self, seed: int, level: int) -> Task:
         point = self._tasks[level].point(seed)

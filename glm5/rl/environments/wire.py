@@ -1,6 +1,5 @@
-"""What travels between a training process and its environment workers: frames of JSON, bounded in size.
+"""What travels between a training process and its environment workers: lines of JSON, bounded in size.
 
-frame     4 bytes of length, then a JSON object
 request   {"id", "op": start | task | reset | step | close | score_group | batch, ...}
 answer    {"id", "value"} or {"id", "failed": [kind, reason]}
 batch     "requests": requests without ids, each a string of JSON; "value": a list of answers without ids
@@ -8,14 +7,13 @@ batch     "requests": requests without ids, each a string of JSON; "value": a li
 
 import json
 import math
-import struct
 from collections.abc import Mapping
 from typing import Any
 
 from glm5.rl.environments.protocol import Reply, Task, Turn
 
-LENGTH = struct.Struct(">I")
 MAX_FRAME = 8 * 2**20
+"""Bytes of a line."""
 
 
 class TooLarge(Exception):
@@ -24,10 +22,10 @@ class TooLarge(Exception):
 
 def frame(message: Mapping[str, Any]) -> bytes:
     """A message as bytes. Raises TooLarge."""
-    body = json.dumps(message).encode()
-    if len(body) > MAX_FRAME:
-        raise TooLarge(f"a message of {len(body)} bytes; allowed are {MAX_FRAME}")
-    return LENGTH.pack(len(body)) + body
+    line = json.dumps(message).encode() + b"\n"
+    if len(line) > MAX_FRAME:
+        raise TooLarge(f"a message of {len(line)} bytes; allowed are {MAX_FRAME}")
+    return line
 
 
 def as_json(value: Task | Reply | Turn) -> dict[str, Any]:

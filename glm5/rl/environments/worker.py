@@ -1,6 +1,6 @@
 """Worker process that runs episodes: `python -m glm5.rl.environments.worker`, started by `workers.py`.
 
-It reads frames (`wire.py`) from standard input and answers on standard output; what environments print goes to standard
+It reads lines (`wire.py`) from standard input and answers on standard output; what environments print goes to standard
 error. Several threads answer, so that episodes that wait for a sandbox do not hold up each other. It ends when its
 input ends, which it also does when the parent dies.
 """
@@ -19,7 +19,7 @@ from glm5.common.errors import GlmError, reason_of
 from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.protocol import Environment, Episode, EpisodeFailed, Reply
 from glm5.rl.environments.table import make
-from glm5.rl.environments.wire import LENGTH, TooLarge, as_json, as_task, frame
+from glm5.rl.environments.wire import TooLarge, as_json, as_task, frame
 from glm5.rl.sandbox.backends import Backend
 from glm5.rl.sandbox.sandbox import SandboxFailed
 
@@ -109,8 +109,8 @@ def main() -> None:
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         worker, threads = Worker(answers), ThreadPoolExecutor(NUM_THREADS)
-        while head := sys.stdin.buffer.read(LENGTH.size):
-            threads.submit(worker.answer, json.loads(sys.stdin.buffer.read(LENGTH.unpack(head)[0])))
+        for line in sys.stdin.buffer:
+            threads.submit(worker.answer, json.loads(line))
         for episode in list(worker.episodes.values()):
             with suppress(Exception):
                 episode.close()

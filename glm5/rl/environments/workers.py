@@ -29,7 +29,7 @@ from glm5.common.errors import ConfigError
 from glm5.common.interrupt import signal_name
 from glm5.rl.environments.protocol import EpisodeFailed, Message, Reply, Task, Turn
 from glm5.rl.environments.verifiers import python_of
-from glm5.rl.environments.wire import LENGTH, MAX_FRAME, TooLarge, as_json, as_task, as_turn, frame
+from glm5.rl.environments.wire import MAX_FRAME, TooLarge, as_json, as_task, as_turn, frame
 from glm5.rl.environments.worker import NUM_THREADS
 from glm5.rl.sandbox.backends import Backend
 
@@ -86,7 +86,7 @@ class EnvironmentWorkers:
 
     async def reset(self, task: Task) -> "RemoteEpisode":
         """Begin an episode. Raises EpisodeFailed, as all of these do."""
-        (episode,) = await self._reset(self._freest(task.environment), task, 1)
+        (episode,) = await self.reset_all(task, 1)
         if isinstance(episode, EpisodeFailed):
             raise episode
         return episode
@@ -221,7 +221,12 @@ class _Worker:
         home = Path(str(files("glm5"))).parent
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            python, "-m", MODULE, cwd=home, stdin=pipe, stdout=pipe, process_group=0
+            *(python, "-m", MODULE),
+            cwd=home,
+            stdin=pipe,
+            stdout=pipe,
+            process_group=0,
+            limit=MAX_FRAME,
         )
         worker = cls(process)
         try:
@@ -288,24 +293,17 @@ class _Worker:
 
     async def _read(self) -> None:
         """Hand out answers until the process ends, or answers what is none."""
+        stream = self._process.stdout
+        assert stream is not None
         try:
-            while True:
-                answer = await self._answer()
+            while (line := await stream.readline()).endswith(b"\n"):
+                answer = json.loads(line)
                 if (waiting := self._waiting.get(answer["id"])) is not None:
                     _settle(waiting, answer)
-        except asyncio.IncompleteReadError:
             code = await self._process.wait()
             self._fail(f"it ended ({signal_name(-code) if code < 0 else f'code {code}'})")
         except (ValueError, KeyError) as error:
             self._fail(f"its answer cannot be read ({error!r:.200})")
-
-    async def _answer(self) -> dict[str, Any]:
-        stream = self._process.stdout
-        assert stream is not None
-        size = LENGTH.unpack(await stream.readexactly(LENGTH.size))[0]
-        if size > MAX_FRAME:
-            raise ValueError(f"{size} bytes; allowed are {MAX_FRAME}")
-        return json.loads(await stream.readexactly(size))
 
     def _fail(self, why: str) -> None:
         """No more answers: kill the process and its children, and fail what waits."""

@@ -13,9 +13,8 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated, BinaryIO
 
 from msgspec import Meta, Struct
 
@@ -73,61 +72,47 @@ class Records:
 
     def head(self, step: int) -> Head:
         with self._open(step) as file:
-            return file.head()
+            return self._head(step, file)
 
     def group(self, step: int, index: int) -> list[Trace]:
         """The rollouts of one of a step's groups. IndexError where there is no such group."""
         with self._open(step) as file:
-            head = file.head()
-            if not 0 <= index < len(head.groups):
+            sizes = [one.size for one in self._head(step, file).groups]
+            if not 0 <= index < len(sizes):
                 raise IndexError(index)
-            file.skip(sum(one.size for one in head.groups[:index]))
-            return file.traces(index)
+            file.seek(sum(sizes[:index]), os.SEEK_CUR)
+            return self._traces(step, file, index)
 
     def groups(self, step: int) -> Iterator[list[Trace]]:
         """The rollouts of all groups of a step."""
         with self._open(step) as file:
-            for index in range(len(file.head().groups)):
-                yield file.traces(index)
+            for index in range(len(self._head(step, file).groups)):
+                yield self._traces(step, file, index)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.jsonl.gz"
 
-    @contextmanager
-    def _open(self, step: int) -> Iterator["_StepFile"]:
+    def _open(self, step: int) -> BinaryIO:
         path = self.path(step)
         try:
-            handle = open_regular(path, DataError)
+            return open_regular(path, DataError)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}; kept are steps {spans(self.steps())}") from None
-        with handle:
-            yield _StepFile(path, handle)
 
+    def _head(self, step: int, file: BinaryIO) -> Head:
+        return from_json(self._member(step, file, MAX_HEAD), Head, f"{self.path(step)}, its head")
 
-class _StepFile:
-    """A step's file, read from its beginning to its end."""
+    def _traces(self, step: int, file: BinaryIO, index: int) -> list[Trace]:
+        lines = self._member(step, file, MAX_GROUP).splitlines()
+        place = f"of group {index} of {self.path(step)}"
+        return [from_json(line, Trace, f"rollout {number} {place}") for number, line in enumerate(lines)]
 
-    def __init__(self, path: Path, handle: IO[bytes]) -> None:
-        self._path, self._handle = path, handle
-
-    def head(self) -> Head:
-        return from_json(self._member(MAX_HEAD), Head, f"{self._path}, its head")
-
-    def traces(self, index: int) -> list[Trace]:
-        return [
-            from_json(line, Trace, f"{self._path}, rollout {number} of group {index}")
-            for number, line in enumerate(self._member(MAX_GROUP).splitlines())
-        ]
-
-    def skip(self, size: int) -> None:
-        self._handle.seek(size, os.SEEK_CUR)
-
-    def _member(self, limit: int) -> bytes:
+    def _member(self, step: int, file: BinaryIO, limit: int) -> bytes:
         """The text of the gzip member that begins here."""
         unpacker, parts, total = zlib.decompressobj(wbits=31), list[bytes](), 0
         try:
             while not unpacker.eof:
-                packed = unpacker.unconsumed_tail or self._handle.read(2**16)
+                packed = unpacker.unconsumed_tail or file.read(2**16)
                 if not packed:
                     raise EOFError("it ends too early")
                 parts.append(unpacker.decompress(packed, limit + 1 - total))
@@ -135,8 +120,8 @@ class _StepFile:
                 if total > limit:
                     raise ValueError(f"a part has more than {limit} bytes")
         except (EOFError, OSError, ValueError, zlib.error) as error:
-            raise DataError(f"{self._path} is damaged: {error}") from None
-        self.skip(-len(unpacker.unused_data))
+            raise DataError(f"{self.path(step)} is damaged: {error}") from None
+        file.seek(-len(unpacker.unused_data), os.SEEK_CUR)
         return b"".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The filter of system calls: what no program of a policy needs, and what would get around a box's limits.
+"""The filter of system calls (calls.toml): what no program of a policy needs, and what would get around a box's limits.
 
 Memory that belongs to no process (memfd, System V's shared memory, semaphores and messages) could not be counted. A
 new user namespace could mount file systems of any size. The rest is refused because it reaches far into the kernel.
@@ -7,30 +7,14 @@ Formats: linux/seccomp.h, linux/bpf_common.h; numbers: asm/unistd.h.
 
 import errno
 import struct
+import tomllib
+from functools import cache
+from pathlib import Path
 
 from glm5.common.errors import ConfigError
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # by machine, linux/audit.h
-# Numbers on x86_64 and aarch64.
-REFUSED = {
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mount": (165, 40),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "unshare": (272, 97),
-    "perf_event_open": (298, 241),
-    "setns": (308, 268),
-    "memfd_create": (319, 279),
-    "bpf": (321, 280),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "clone3": (435, 435),  # its flags cannot be seen; the C library then takes clone
-    "memfd_secret": (447, 447),
-}
-CLONE, PRLIMIT, PIVOT_ROOT = (56, 220), (302, 261), (155, 41)
+CLONE, PRLIMIT, PIVOT_ROOT = (56, 220), (302, 261), (155, 41)  # on x86_64 and aarch64
 CLONE_NEWUSER = 0x10000000
 X32 = 0x40000000  # the first number of x86_64's second set of calls
 
@@ -46,12 +30,18 @@ def column(machine: str) -> int:
     return list(ARCHITECTURES).index(machine)
 
 
+@cache
+def refused() -> dict[str, list[int]]:
+    """By the name of a call its numbers on ARCHITECTURES."""
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["refused"]
+
+
 def call_filter(machine: str) -> bytes:
     """The filter as an array of struct sock_filter. Raises ConfigError for a machine that it does not know."""
     mine = column(machine)
     code = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, ARCHITECTURES[machine]), (RETURN, 0, 0, KILL)]
     code += [(LOAD, 0, 0, NUMBER), (AT_LEAST, 0, 1, X32), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
-    for numbers in REFUSED.values():
+    for numbers in refused().values():
         code += [(EQUAL, 0, 1, numbers[mine]), (RETURN, 0, 0, ERRNO | errno.ENOSYS)]
     code += [(EQUAL, 0, 4, CLONE[mine]), (LOAD, 0, 0, ARGUMENT), (ANY_BIT, 0, 1, CLONE_NEWUSER)]
     code += [(RETURN, 0, 0, ERRNO | errno.EPERM), (RETURN, 0, 0, ALLOW)]

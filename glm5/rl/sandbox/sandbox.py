@@ -18,10 +18,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from glm5.rl.sandbox.backends import WORK, Backend
 from glm5.rl.sandbox.calls import call_filter
+from glm5.rl.sandbox.server import Answer
 
 Ending = Literal["exit", "time-out", "memory", "processes", "files", "broken"]
 ENDINGS: tuple[Ending, ...] = ("exit", "time-out", "memory", "processes", "files")  # as server.py counts them
@@ -121,10 +122,10 @@ class Sandbox:
             answer = self._ask(timeout, "run", argv, stdin, timeout)
         except _Broken:
             return Completed(-signal.SIGKILL, b"", b"", "broken", seconds=time.monotonic() - begun)
-        if answer.error:
-            raise SandboxFailed(f"a program could not be started: {answer.first.decode(errors='replace')}")
-        out, err, cut = answer.first, answer.second, bool(answer.cut)
-        return Completed(answer.exit_code, out, err, ENDINGS[answer.ending], cut, time.monotonic() - begun)
+        error, exit_code, ending, cut, out, err = answer
+        if error:
+            raise SandboxFailed(f"a program could not be started: {out.decode(errors='replace')}")
+        return Completed(exit_code, out, err, ENDINGS[ending], bool(cut), time.monotonic() - begun)
 
     def read(self, path: str) -> bytes:
         """A file's content; `path` is relative to the box's folder. Raises OSError for what programs can bring about
@@ -175,14 +176,14 @@ class Sandbox:
 
     def _done(self, name: str, path: str, *arguments: Any) -> bytes:
         try:
-            answer = self._ask(0, name, *arguments)
+            code, *_, found, _ = self._ask(0, name, *arguments)
         except _Broken as error:
             raise OSError(errno.EIO, f"{path}: a program broke the box") from error
-        if answer.error:
-            raise OSError(answer.error, f"{path}: {answer.first.decode(errors='replace')}")
-        return answer.first
+        if code:
+            raise OSError(code, f"{path}: {found.decode(errors='replace')}")
+        return found
 
-    def _ask(self, seconds: float, *request: Any) -> "_Answer":
+    def _ask(self, seconds: float, *request: Any) -> Answer:
         """Raises _Broken where a program ran before and the box does not answer, SandboxFailed where none did."""
         assert self._process is not None
         assert self._state != "closed"
@@ -216,21 +217,12 @@ class Sandbox:
             data += piece
         return bytes(data)
 
-    def _answer(self, deadline: float) -> "_Answer":
+    def _answer(self, deadline: float) -> Answer:
         head = self._receive(24, deadline)
         error, exit_code, ending, cut, first, second = struct.unpack("<6i", head)
         if not 0 <= first + second <= 2 * (self.limits.disk_mb * MB + self.limits.output_bytes) + MB:
             raise ConnectionError(f"an answer of {first + second} bytes")
-        return _Answer(error, exit_code, ending, cut, self._receive(first, deadline), self._receive(second, deadline))
-
-
-class _Answer(NamedTuple):
-    error: int
-    exit_code: int
-    ending: int
-    cut: int
-    first: bytes
-    second: bytes
+        return error, exit_code, ending, cut, self._receive(first, deadline), self._receive(second, deadline)
 
 
 class _Broken(Exception):

@@ -9,7 +9,8 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from glm5.common.errors import GlmError
 from glm5.common.pages import HEADERS, page_file
-from glm5.rl.view.pages import NoPage, RunPages, message_page
+from glm5.rl.view.pages import NoPage, RunPages
+from glm5.rl.view.render import render
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +48,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return 200, *file
             return 200, self.pages.page(path, query).encode("utf-8", "replace"), "text/html"
         except (NoPage, ValueError):  # urllib's errors are ValueErrors
-            return 404, message_page("There is no such page.").encode(), "text/html"
+            return 404, render("message", text="There is no such page.").encode(), "text/html"
         except GlmError as error:
-            return 500, message_page(str(error)).encode("utf-8", "replace"), "text/html"
+            return 500, render("message", text=str(error)).encode("utf-8", "replace"), "text/html"
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """A conversation as HTML, each sampled token coloured by what the engine or the trainer computed of it."""
 
-import html
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from functools import lru_cache
 
 from glm5.chat.tokenizer import Tokenizer
 from glm5.rl.records.trace import Node, Trace
+from glm5.rl.view.render import render
 
 MAX_TOKENS = 20_000
 """Of a page."""
@@ -85,30 +85,17 @@ COLOURS: dict[str, tuple[Callable[[Token, float], str], str]] = {
 
 def conversation(trace: Trace, tokenizer: Tokenizer, colour: str, largest: float, first: int) -> str:
     """The segments of a rollout from token `first` on, at most MAX_TOKENS."""
-    texts = _texts(tokenizer)
-    paint = COLOURS[colour][0]
-    parts: list[str] = []
-    begin = 0
+    text, shown, begin = _texts(tokenizer), list[dict[str, object]](), 0
     for number, node in enumerate(trace.nodes):
         start, stop = max(first - begin, 0), min(first + MAX_TOKENS - begin, len(node.token_ids))
         begin += len(node.token_ids)
         if start >= stop:
             continue
-        role = html.escape(str(node.message.get("role", "")))
-        after = "" if node.parent == number - 1 or number == 0 else f", after segment {node.parent}"
-        if node.sampled:
-            body = "".join(
-                _span(texts(node.token_ids[at]), token.facts(), paint(token, largest))
-                for at, token in tokens_of(node, start, stop)
-            )
-        else:
-            body = html.escape("".join(map(texts, node.token_ids[start:stop])))
-        kind = "sampled" if node.sampled else "context"
-        parts.append(
-            f'<section class="segment {kind}" id="segment-{number}"><h3>{role}<span class="muted"> segment '
-            f'{number}{after}, {len(node.token_ids):,} tokens</span></h3><p class="tokens">{body}</p></section>'
-        )
-    return "".join(parts)
+        context = "" if node.sampled else "".join(map(text, node.token_ids[start:stop]))
+        tokens = tokens_of(node, start, stop) if node.sampled else ()
+        sampled = [(text(node.token_ids[at]), token) for at, token in tokens]
+        shown.append({"number": number, "node": node, "context": context, "sampled": sampled})
+    return render("conversation", segments=shown, paint=COLOURS[colour][0], largest=largest)
 
 
 def tokens_of(node: Node, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, Token]]:
@@ -127,10 +114,6 @@ def largest_advantage(traces: list[Trace]) -> float:
     """The largest finite absolute value of a group."""
     found = (abs(one) for trace in traces for node in trace.nodes for one in node.advantages or ())
     return max(filter(math.isfinite, found), default=0.0)
-
-
-def _span(text: str, facts: str, kind: str) -> str:
-    return f'<span class="{kind}" title="{html.escape(facts)}">{html.escape(text)}</span>'
 
 
 def _texts(tokenizer: Tokenizer) -> Callable[[int], str]:

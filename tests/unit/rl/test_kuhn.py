@@ -6,14 +6,22 @@ from random import Random
 
 import pytest
 
-from glm5.rl.environments.kuhn import ACTIONS, GAME_VALUE, INFORMATION_SETS, conversation, nash_conv, value
+from glm5.rl.environments.kuhn import ACTIONS
 from glm5.rl.environments.play import play, play_oracle, play_randomly
 from glm5.rl.environments.protocol import Reply
 from glm5.rl.environments.table import make
 from glm5.rl.records.store import RecordWriter
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.segments import Segment
-from tests.support.kuhn_curve import average, policies
+from tests.support.kuhn_curve import (
+    GAME_VALUE,
+    INFORMATION_SETS,
+    average,
+    conversation,
+    nash_conv,
+    policies,
+    value,
+)
 
 KUHN = make("kuhn")
 

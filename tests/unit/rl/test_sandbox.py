@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from glm5.bench import boxes
 from glm5.common.errors import ConfigError
-from glm5.rl.sandbox import bench, calls, choice
+from glm5.rl.sandbox import calls, choice
 from glm5.rl.sandbox.backends import Backend
 from glm5.rl.sandbox.choice import candidates, choose_backend, reason_against
 from glm5.rl.sandbox.sandbox import Limits, Sandbox, SandboxFailed
@@ -240,7 +241,7 @@ def filtered(program: bytes, architecture: int, number: int, argument: int) -> i
 def test_the_filter_of_system_calls(machine):
     program, mine = calls.call_filter(machine), calls.column(machine)
     architecture = calls.ARCHITECTURES[machine]
-    refused = {numbers[mine] for numbers in calls.REFUSED.values()}
+    refused = {numbers[mine] for numbers in calls.refused().values()}
     for number in range(500):
         answer = filtered(program, architecture, number, 0)
         assert (answer == calls.ALLOW) == (number not in refused), number
@@ -258,4 +259,4 @@ def test_the_filter_of_system_calls(machine):
 
 
 def test_the_benchmark(backend):
-    assert "start median" in bench.measure(backend, 2)
+    assert "start median" in boxes.measure(backend, 2)

@@ -66,7 +66,7 @@ def test_figures_of_a_damaged_file_are_shown_without_what_is_no_number(tmp_path)
 
 
 def test_a_wide_terminal_gets_a_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "columns", lambda _: 120)
+    monkeypatch.setattr("glm5.train.metrics.columns", lambda _: 120)
     monkeypatch.setattr("glm5.train.progress_table.columns", lambda _: 120)
     stream = io.StringIO()
     with Watch(tmp_path, recipe_of(), 0, stream) as of:
@@ -83,6 +83,7 @@ def test_extras_get_every_figure(tmp_path, monkeypatch):
     writer = SimpleNamespace(add_scalar=lambda *one: found.append(one), close=lambda: found.append("closed"))
     board = SimpleNamespace(SummaryWriter=lambda folder: writer)
     run = SimpleNamespace(log=lambda values, step: found.append((step, values)), finish=lambda: found.append("ended"))
+    monkeypatch.setattr("glm5.train.metrics.check_board", lambda: board)
     monkeypatch.setattr(watch, "check_board", lambda: board)
     monkeypatch.setattr(watch, "require", lambda module, extra: SimpleNamespace(init=lambda **about: run))
     recipe = recipe_of(tensorboard=True, wandb=True)

@@ -1,4 +1,4 @@
-"""How long a box takes to start: `python -m glm5.rl.sandbox.bench [STARTS]`, for each kind that works here.
+"""How long a box takes to start: `python -m glm5.bench.boxes [STARTS]`, for each kind that works here.
 
 call: what the call that makes a box takes, after which the box starts beside the caller. start: from that call until
 the box is ready. first run: /bin/true in it. Processor: time of all processes of a box, from start to end, which says
