@@ -12,9 +12,10 @@ did not pass are written to left-out.txt beside the environment's tasks.
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -124,39 +125,41 @@ def _failures(bench: _Bench, task: Task) -> Iterator[tuple[str, str]]:
     best = _reward(environment, task, environment.oracle(task))
     if best != 1:
         yield "oracle", f"it earned {best:g}"
-    for gate, replies in (("no-op", [Reply("")]), ("unsolved", environment.unsolved(task))):
-        if (reward := _reward(environment, task, replies)) > 0:
-            yield gate, f"it earned {reward:g}"
+    if (reward := _reward(environment, task, [Reply("")])) > 0:
+        yield "no-op", f"it earned {reward:g}"
+    bench.opened.clear()
+    found: list[str] = []
+    look = partial(_look, bench, list(environment.hidden(task)), found)
+    if (reward := _reward(environment, task, environment.unsolved(task), look)) > 0:
+        yield "unsolved", f"it earned {reward:g}"
+    if found:
+        yield "hidden", f"in the box: {found!r}"
     again = environment.task(task.seed, task.level)
     if again.key != task.key:
         yield "again", "another task"
     elif (reward := _reward(environment, again, environment.oracle(again))) != best:
         yield "again", f"it earned {reward:g} after {best:g}"
-    if found := _found(bench, task):
-        yield "hidden", f"in the box: {found!r}"
 
 
-def _reward(environment: Environment, task: Task, replies: Sequence[Reply]) -> float:
+def _reward(
+    environment: Environment, task: Task, replies: Sequence[Reply], after_first: Callable[[], None] = lambda: None
+) -> float:
     """Of these replies; those after them are empty."""
     with closing(environment.reset(task)) as episode:
         for turn in range(max(environment.num_turns, len(replies))):
             answer = episode.step(replies[turn] if turn < len(replies) else Reply(""))
+            if turn == 0:
+                after_first()
             if answer.is_done:
                 return sum(answer.rewards.values())
         return 0.0
 
 
-def _found(bench: _Bench, task: Task) -> list[str]:
-    """Hidden texts in the box that an unsolved episode begins with."""
-    if not (texts := list(bench.environment.hidden(task))):
-        return []
-    bench.opened.clear()
-    with closing(bench.environment.reset(task)) as episode:
-        episode.step(bench.environment.unsolved(task)[0])
-        if not bench.opened:
-            return []
+def _look(bench: _Bench, texts: Sequence[str], found: list[str]) -> None:
+    """Add those hidden texts that are in the first box that the episode opened."""
+    if texts and bench.opened:
         searched = bench.opened[0].run([bench.python, "-I", "-S", "-c", _SEARCH], 60, json.dumps(texts).encode())
-        return [texts[place] for place in json.loads(searched.stdout)]
+        found += [texts[int(place)] for place in json.loads(searched.stdout)]
 
 
 def _table(rows: Sequence[Any]) -> str:

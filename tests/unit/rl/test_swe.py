@@ -18,7 +18,8 @@ from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.sandbox.sandbox import Sandbox
 from glm5.rl.swe.make import make_tasks
 from glm5.rl.swe.mutations import mutations
-from glm5.rl.swe.package import canary, is_test, program, read_source
+from glm5.rl.swe.outcomes import canary
+from glm5.rl.swe.package import is_test, program, read_source
 from tests.support.software import IN_FOLDER, IN_PROCESS, RIGHT, WRONG, write_package
 
 
