@@ -1,11 +1,11 @@
 """Faults to find and repair in Python packages: `swe/FOLDER`, with the tasks that `glm5 env make swe` wrote there.
 
-Levels: changes within a line; within several; functions that are missing. The policy has the program in a box, without
-the tests, and a shell. What it says without a tool call is the end. Then files of the program that it changed go into
-new boxes with the package's own tests, in which nothing else of its box is left. The reward is 1 if the tests that
-failed and those that passed before pass, and if the same tests fail in another box in which all that they claim is
-wrong: that tells programs that change how tests are judged. Files that use more of `REFUSED` than the package does,
-such as what reads the stack or leaves the process, are not run.
+Levels: changes within a line; within several; functions that are missing; commits of a repository. The policy has the
+program in a box, without the tests, and a shell. What it says without a tool call is the end. Then files of the program
+that it changed go into new boxes with the package's own tests, in which nothing else of its box is left. The reward is
+1 if the tests that failed and those that passed before pass, and if the same tests fail in another box in which all
+that they claim is wrong: that tells programs that change how tests are judged. Files that use more of `REFUSED` than
+the package does, such as what reads the stack or leaves the process, are not run.
 """
 
 import ast
@@ -104,13 +104,8 @@ class Software(Environment):
 
     def reset(self, task: Task) -> ToolEpisode:
         box = LazyBox(self._boxes, self._program(task))
-
-        def bash(given: Mapping[str, Any]) -> str:
-            if not isinstance(given["command"], str):
-                raise ValueError("command must be text")
-            return box.run_shell(given["command"], SHELL_SECONDS)
-
-        return ToolEpisode(task, {"bash": bash}, lambda _: self._scored(task, box), NUM_TURNS, box)
+        tools = {"bash": lambda given: box.run_shell(given["command"], SHELL_SECONDS)}
+        return ToolEpisode(task, tools, lambda _: self._scored(task, box), NUM_TURNS, box)
 
     def oracle(self, task: Task) -> Sequence[Reply]:
         edits = [(path, start, right, len((wrong or "").encode())) for path, start, right, wrong in task.data["edits"]]

@@ -21,7 +21,7 @@ from glm5.rl.swe.package import roots
 
 RUNTIME = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "py")
 MODE = py_compile.PycInvalidationMode.UNCHECKED_HASH
-QUIET = ("--assert=plain", "--tb=no")
+QUIET = ("--assert=plain", "--tb=no", "-pno:unraisableexception")
 """Options for runs of which only the outcomes count: they take a third of the time."""
 
 

@@ -23,7 +23,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 Tell = Callable[[Any], object]
 Request = Mapping[str, Any]
@@ -34,17 +34,13 @@ PYGMENTS = [f"pygments{name}" for name in ("", ".formatters", ".formatters.termi
 PYGMENTS += ["pygments.lexers.diff", "pygments.lexers.python"]  # pyright: ignore[reportConstantRedefinition]
 
 
-class StandIn(types.ModuleType):
+class StandIn:
     """A module that has whatever is asked of it."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__ = []
+    __path__, __spec__ = (), None
 
     def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (Exception,), {})
+        return Exception
 
 
 def main() -> None:
@@ -57,12 +53,13 @@ def main() -> None:
     sys.path.append(os.path.abspath("runtime.zip"))
     with open("pytest.ini", "w") as file:
         file.write("[pytest]\n")
-    stand_in = [sys.modules.setdefault(name, StandIn(name)) for name in PYGMENTS]
+    for name in PYGMENTS:
+        sys.modules[name] = cast("Any", StandIn())
     for name in ("pytest", "pluggy"):  # before the package's folders are on the path
         __import__(name)
     vars(sys.modules["pluggy"])["__version__"] = ""  # the zip file has no metadata
-    for module in stand_in:
-        del sys.modules[module.__name__]
+    for name in PYGMENTS:
+        del sys.modules[name]
 
     def tell(answer: Any) -> None:
         data = memoryview(f"{json.dumps(answer)}\n".encode())

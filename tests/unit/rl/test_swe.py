@@ -20,7 +20,7 @@ from glm5.rl.swe.make import make_tasks
 from glm5.rl.swe.mutations import mutations
 from glm5.rl.swe.outcomes import canary
 from glm5.rl.swe.package import is_test, program, read_source
-from tests.support.software import IN_FOLDER, IN_PROCESS, RIGHT, WRONG, write_package
+from tests.support.software import IN_FOLDER, IN_PROCESS, RIGHT, WRONG, git, write_package, write_repository
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ async def f(a, b, c=3, *, d=None):
     a.b.append(c)
     await g(a, b, key=min(a, b))
     x = [y.strip() for y in a[1:-1] if y]
-    return (x if a else b), a & b, True
+    return (x if a else b), a & b, a @ b, True
 '''
     found = list(mutations(text.encode()))
     changed = [one for one in found if one.changed(text.encode())]
@@ -124,6 +124,36 @@ def test_the_same_command_goes_on(folder):
     journal.write_text(before[:-20])
     make_tasks(EnvMakeConfig(source=(str(top / "sums-1.0"),), out=str(folder), tasks=60, workers=1))
     assert sorted(journal.read_text().splitlines()) == sorted(before.splitlines())
+
+
+def test_a_commit_becomes_a_task(tmp_path):
+    """Of a repository: one that changes program and tests, where tests fail without it; its own programs do not run."""
+    source = write_repository(tmp_path / "sums")
+    git(source, "config", "filter.planted.smudge", f"touch {tmp_path}/planted")
+    settings = EnvMakeConfig(source=(str(source),), out=str(tmp_path / "out"), workers=1)
+    assert "1 tasks, 2 tried" in make_tasks(settings)
+    journal = tmp_path / "out/sums/tasks.jsonl"
+    before = journal.read_text()
+    assert "1 tasks, 2 tried" in make_tasks(settings)
+    assert journal.read_text() == before
+    assert not (tmp_path / "planted").exists()
+    backend = choose_backend()
+    environment = make(f"swe/{tmp_path}/out", Boxes(lambda: Sandbox(backend), backend.python))
+    task = environment.task(0, 0)
+    assert task.data["fail_to_pass"] == ["tests/test_sums.py::test_total"]
+    assert len(task.data["pass_to_pass"]) == 6
+    assert "See issue 3." in task.messages[0]["content"]
+    assert "def total(values):" in environment._program(task)["sums/__init__.py"].decode()
+    assert {"result = start", "def test_total("} <= {text.split("\n")[-1].strip() for text in environment.hidden(task)}
+    assert (
+        play(
+            environment,
+            task,
+            *[one["function"]["arguments"]["command"] for one in environment.oracle(task)[0].tool_calls],
+        )
+        == 1
+    )
+    assert play(environment, task, environment.unsolved(task)[0].tool_calls[0]["function"]["arguments"]["command"]) == 0
 
 
 def test_sources_that_cannot_be_used(tmp_path):
