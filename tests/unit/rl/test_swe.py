@@ -183,6 +183,26 @@ def test_check_lists_what_does_not_pass(tmp_path, monkeypatch):
     assert (tmp_path / "checked.jsonl").read_text().splitlines() == rows
 
 
+def test_check_notices_a_box_with_the_solution(tmp_path, monkeypatch):
+    """The control: an environment whose `hidden` has a text that the policy's box holds."""
+    real = make("terminal")
+
+    class Shown(type(real)):
+        levels = 1
+
+        def hidden(self, task):
+            return ["planted"]
+
+        def unsolved(self, task):
+            return [Reply("", tool_calls=[call("bash", command="echo planted > x")]), Reply("")]
+
+    monkeypatch.setattr("glm5.rl.check.make", lambda name, boxes: Shown(boxes))
+    table, has_passed = check(EnvCheckConfig(name="terminal", tasks=1, out=str(tmp_path), workers=1))
+    assert not has_passed
+    (row,) = (json.loads(line) for line in (tmp_path / "checked.jsonl").read_text().splitlines())
+    assert list(row["failed"]) == ["hidden"], table
+
+
 def test_check_of_an_environment_that_passes(tmp_path):
     table, has_passed = check(EnvCheckConfig(name="grid", tasks=5, out=str(tmp_path), workers=1))
     assert has_passed, table
