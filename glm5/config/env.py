@@ -8,19 +8,20 @@ from glm5.config.command import Command, Count, Positional, Seconds
 
 
 class EnvMakeConfig(Command):
-    """Make tasks of software engineering from Python packages with tests, for the environment swe/FOLDER.
+    """Make tasks of software engineering for the environment swe/FOLDER: faults that are put into Python packages with
+    tests, and commits of git repositories that change program and tests.
 
     The same command goes on where it was stopped. Tests need pytest and what the packages import.
     """
 
     source: Annotated[tuple[str, ...], Positional(), Field(min_length=1)]
-    """Source distributions: .tar.gz files or unpacked folders."""
+    """Source distributions (.tar.gz files or unpacked folders), and folders of git repositories."""
     out: str
     """Folder for the tasks, one folder for each package in it."""
     tasks: Count = 300
-    """Tasks to make of each package, if it has so many."""
+    """Tasks to make of each source, if it has so many."""
     workers: Annotated[int, Field(ge=1, le=64)] = 2
-    """Packages at a time, each in a box."""
+    """Sources at a time, each in a box."""
     unsafe_local: bool = False
     """Run the packages and their faults as this user, without a sandbox, where no sandbox can be had."""
 

@@ -11,16 +11,17 @@ did not pass are written to left-out.txt beside the environment's tasks.
 """
 
 import json
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 from glm5.common.atomic import atomic_write
-from glm5.common.errors import ConfigError, GlmError, reason_of
+from glm5.common.errors import ConfigError, reason_of
 from glm5.common.journal import read_journal
 from glm5.common.progress import Progress
 from glm5.config.env import EnvCheckConfig
@@ -28,7 +29,7 @@ from glm5.rl.environments.boxes import Boxes
 from glm5.rl.environments.protocol import LEFT_OUT, Environment, EpisodeFailed, Reply, Task, left_out
 from glm5.rl.environments.table import make
 from glm5.rl.sandbox.choice import choose_backend
-from glm5.rl.sandbox.sandbox import Limits, Sandbox, SandboxFailed
+from glm5.rl.sandbox.sandbox import Limits, Sandbox
 from glm5.train.state import locked
 
 GATES = ("oracle", "no-op", "unsolved", "again", "hidden")
@@ -49,26 +50,20 @@ print(json.dumps(sorted(found)))
 
 def check(settings: EnvCheckConfig) -> tuple[str, bool]:
     """Check tasks that have not been; returns a table and whether all have passed. Raises ConfigError."""
-    benches: Queue[_Bench] = Queue()
-    for _ in range(settings.workers):
-        benches.put(_Bench(settings))
-    environment = benches.queue[0].environment
+    checker = _Checker(settings)
+    environment = checker.environment
     out = Path(settings.out or environment.folder or f"runs/check-{environment.name.replace('/', '-')}")
     with locked(out):
         journal = out / "checked.jsonl"
         known = {row["key"]: row for row in read_journal(journal, ConfigError, mends=True)}
-        tasks: dict[str, Task] = {}
-        for level in range(environment.levels):
-            for seed in range(settings.tasks):
-                task = environment.task(seed, level)
-                tasks.setdefault(task.key, task)
-        left = [task for key, task in tasks.items() if key not in known]
+        every = (environment.task(seed, level) for level in range(environment.levels) for seed in range(settings.tasks))
+        left = list({task.key: task for task in every if task.key not in known}.values())
         with (
             Progress(len(left), "task", "check") as progress,
             ThreadPoolExecutor(settings.workers) as threads,
             journal.open("a", encoding="utf-8") as handle,
         ):
-            waiting = [threads.submit(_checked, benches, task) for task in left]
+            waiting = [threads.submit(checker.row, task) for task in left]
             try:
                 for one in as_completed(waiting):
                     row = one.result()
@@ -84,79 +79,74 @@ def check(settings: EnvCheckConfig) -> tuple[str, bool]:
     return _table(list(known.values())), not bad
 
 
-class _Bench:
-    """An environment for one task at a time, and the boxes that it has opened."""
+class _Checker:
+    """An environment, and what each thread has opened for the task that it plays."""
 
     def __init__(self, settings: EnvCheckConfig) -> None:
         try:
             self._backend = choose_backend(unsafe_local=settings.unsafe_local)
         except ConfigError:  # only some environments need one
             self._backend = None
-        self.opened: list[Sandbox] = []
-        self.python = self._backend.python if self._backend else ""
-        self.environment = make(settings.name, Boxes(self._open, self.python))
+        self._of_thread = threading.local()
+        self._python = self._backend.python if self._backend else ""
+        self.environment = make(settings.name, Boxes(self._open, self._python))
 
     def _open(self, **limits: int) -> Sandbox:
         if self._backend is None:
             raise EpisodeFailed("sandbox", "no sandbox works here; --unsafe-local does without")
-        self.opened.append(Sandbox(self._backend, Limits(**limits)))
-        return self.opened[-1]
+        box = Sandbox(self._backend, Limits(**limits))
+        self._of_thread.boxes.append(box)
+        return box
+
+    def row(self, task: Task) -> dict[str, Any]:
+        """The gates that a task failed, and why."""
+        self._of_thread.boxes, failed = [], dict[str, str]()
+        try:
+            for gate, why in self._failures(task):
+                failed[gate] = why[:300]
+        except Exception as error:  # noqa: BLE001 - a fault of the environment is a result
+            failed["oracle"] = reason_of(error)[:300]
+        return {"key": task.key, "seed": task.seed, "level": task.level, "failed": failed}
+
+    def _failures(self, task: Task) -> Iterator[tuple[str, str]]:
+        environment, hidden = self.environment, list(self.environment.hidden(task))
+        best = _reward(environment, task, environment.oracle(task))
+        if best != 1:
+            yield "oracle", f"it earned {best:g}"
+        if (reward := _reward(environment, task, [Reply("")])) > 0:
+            yield "no-op", f"it earned {reward:g}"
+        found: list[str] = []
+        self._of_thread.boxes.clear()
+        look = partial(self._look, hidden, found)
+        if (reward := _reward(environment, task, environment.unsolved(task), look)) > 0:
+            yield "unsolved", f"it earned {reward:g}"
+        if found:
+            yield "hidden", f"in the box: {found!r}"
+        again = environment.task(task.seed, task.level)
+        if again.key != task.key:
+            yield "again", "another task"
+        elif (reward := _reward(environment, again, environment.oracle(again))) != best:
+            yield "again", f"it earned {reward:g} after {best:g}"
+
+    def _look(self, texts: Sequence[str], found: list[str]) -> None:
+        """Add those texts that are in the first box that the episode opened."""
+        if texts and self._of_thread.boxes:
+            argv, stdin = [self._python, "-I", "-S", "-c", _SEARCH], json.dumps(texts).encode()
+            found += [texts[int(place)] for place in json.loads(self._of_thread.boxes[0].run(argv, 60, stdin).stdout)]
 
 
-def _checked(benches: "Queue[_Bench]", task: Task) -> dict[str, Any]:
-    """A task's row: the gates that it failed, and why."""
-    bench, failed = benches.get(), dict[str, str]()
-    try:
-        for gate, why in _failures(bench, task):
-            failed[gate] = why[:300]
-    except (EpisodeFailed, SandboxFailed, GlmError, OSError) as error:
-        failed["oracle"] = str(error)[:300]
-    except Exception as error:  # noqa: BLE001 - a fault of the environment is a result
-        failed["oracle"] = reason_of(error)[:300]
-    finally:
-        bench.opened.clear()
-        benches.put(bench)
-    return {"key": task.key, "seed": task.seed, "level": task.level, "failed": failed}
-
-
-def _failures(bench: _Bench, task: Task) -> Iterator[tuple[str, str]]:
-    environment = bench.environment
-    best = _reward(environment, task, environment.oracle(task))
-    if best != 1:
-        yield "oracle", f"it earned {best:g}"
-    for gate, replies in (("no-op", [Reply("")]), ("unsolved", environment.unsolved(task))):
-        if (reward := _reward(environment, task, replies)) > 0:
-            yield gate, f"it earned {reward:g}"
-    again = environment.task(task.seed, task.level)
-    if again.key != task.key:
-        yield "again", "another task"
-    elif (reward := _reward(environment, again, environment.oracle(again))) != best:
-        yield "again", f"it earned {reward:g} after {best:g}"
-    if found := _found(bench, task):
-        yield "hidden", f"in the box: {found!r}"
-
-
-def _reward(environment: Environment, task: Task, replies: Sequence[Reply]) -> float:
+def _reward(
+    environment: Environment, task: Task, replies: Sequence[Reply], after_first: Callable[[], None] = lambda: None
+) -> float:
     """Of these replies; those after them are empty."""
     with closing(environment.reset(task)) as episode:
         for turn in range(max(environment.num_turns, len(replies))):
             answer = episode.step(replies[turn] if turn < len(replies) else Reply(""))
+            if turn == 0:
+                after_first()
             if answer.is_done:
                 return sum(answer.rewards.values())
         return 0.0
-
-
-def _found(bench: _Bench, task: Task) -> list[str]:
-    """Hidden texts in the box that an unsolved episode begins with."""
-    if not (texts := list(bench.environment.hidden(task))):
-        return []
-    bench.opened.clear()
-    with closing(bench.environment.reset(task)) as episode:
-        episode.step(bench.environment.unsolved(task)[0])
-        if not bench.opened:
-            return []
-        searched = bench.opened[0].run([bench.python, "-I", "-S", "-c", _SEARCH], 60, json.dumps(texts).encode())
-        return [texts[place] for place in json.loads(searched.stdout)]
 
 
 def _table(rows: Sequence[Any]) -> str:

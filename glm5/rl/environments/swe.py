@@ -1,18 +1,18 @@
 """Faults to find and repair in Python packages: `swe/FOLDER`, with the tasks that `glm5 env make swe` wrote there.
 
-Levels: changes within a line; within several; functions that are missing. The policy has the program in a box, without
-the tests, and a shell. What it says without a tool call is the end. Then files of the program that it changed go into
-new boxes with the package's own tests, in which nothing else of its box is left. The reward is 1 if the tests that
-failed and those that passed before pass, and if the same tests fail in another box in which all that they claim is
-wrong: that tells programs that change how tests are judged. Files that use more of `REFUSED` than the package does,
-such as what reads the stack or leaves the process, are not run.
+Levels: changes within a line; within several; functions that are missing; commits of a repository. The policy has the
+program in a box, without the tests, and a shell. What it says without a tool call is the end. Then files of the program
+that it changed go into new boxes with the package's own tests, in which nothing else of its box is left. The reward is
+1 if the tests that failed and those that passed before pass, and if the same tests fail in another box in which all
+that they claim is wrong: that tells programs that change how tests are judged. Files that use more of `REFUSED` than
+the package does, such as what reads the stack or leaves the process, are not run.
 """
 
 import ast
 import json
 import re
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from functools import lru_cache
@@ -26,7 +26,9 @@ from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn, left_out
 from glm5.rl.environments.tool_use import LazyBox, ToolEpisode, call, function_tool
 from glm5.rl.sandbox.sandbox import Sandbox
-from glm5.rl.swe.package import asked, fill, is_test, packages, program, read_source, request, runtime, with_canaries
+from glm5.rl.swe.maker import started
+from glm5.rl.swe.outcomes import QUIET, run_tests, runtime, with_canaries
+from glm5.rl.swe.package import is_test, packages, program, read_source
 
 PREFIX = "swe/"
 NUM_TURNS, SHELL_SECONDS, TEST_SECONDS, GRADE_SECONDS = 40, 30.0, 10.0, 90.0
@@ -53,6 +55,13 @@ for folder, folders, names in os.walk("."):
 json.dump(changed, open("/tmp/changed", "w"))
 os.replace("/tmp/changed", "changed.json")
 """
+_REPAIR = """
+import os
+for path, start, right, length in EDITS:
+    old = open(path, "rb").read() if os.path.exists(path) else b""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    open(path, "wb").write(old[:start] + right.encode() + old[start + length:])
+"""
 
 
 class Software(Environment):
@@ -62,20 +71,20 @@ class Software(Environment):
 
     def __init__(self, folder: str, boxes: Boxes = NO_BOXES) -> None:
         self.folder, self.name, self._boxes = folder, f"{PREFIX}{Path(folder).name}", boxes
-        levels: dict[int, list[dict[str, Any]]] = {0: [], 1: [], 2: []}
+        levels: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for file in sorted(Path(folder).glob("*/tasks.jsonl")):
             for record in read_journal(file, ConfigError):
                 if "kind" in record:
                     levels[record.pop("level")].append({"package": file.parent.name, **record})
-        self._records = [sorted(of, key=lambda one: one["key"]) for of in levels.values() if of]
+        self._records = [sorted(levels[level], key=lambda one: one["key"]) for level in sorted(levels)]
         if not self._records:
             raise ConfigError(f"{folder}: has no tasks; make some with  glm5 env make swe SOURCE... --out {folder}")
         if bad := left_out(folder):
-            levels = dict(enumerate(self._records))
-            kept = [
-                [one for n, one in enumerate(of) if self.task(n, level).key not in bad] for level, of in levels.items()
+            passed = [
+                [one for n, one in enumerate(of) if self.task(n, level).key not in bad]
+                for level, of in enumerate(self._records)
             ]
-            self._records = [of for of in kept if of]
+            self._records = [of for of in passed if of]
             if not self._records:
                 raise ConfigError(f"{self.name}: no task has passed glm5 env check")
         runtime()  # what is missing fails before the training
@@ -84,54 +93,53 @@ class Software(Environment):
     def task(self, seed: int, level: int) -> Task:
         record = self._records[level][seed % len(self._records[level])]
         failures = "\n".join(f"- {name}\n{_indented(told)}" for name, told in record["failures"])
+        wanted = f" What is wanted:\n\n{_indented(record['message'])}\n\n" if "message" in record else " "
         text = (
-            f"The Python package in this folder ({record['package']}) does not do what it should. Tests of it, which "
-            f"are not here, fail; {len(record['fail_to_pass'])} in all, such as:\n\n{failures}\n\nFind what is wrong "
-            "in the package and repair it there. When you are done, answer without a tool call: then these and other "
-            "tests run."
+            f"The Python package in this folder ({record['package']}) does not do what it should.{wanted}Tests of it, "
+            f"which are not here, fail; {len(record['fail_to_pass'])} in all, such as:\n\n{failures}\n\nFind what is "
+            "wrong in the package and repair it there. When you are done, answer without a tool call: then these and "
+            "other tests run."
         )
         return Task(self.name, seed, level, ({"role": "user", "content": text},), record, (BASH,))
 
     def reset(self, task: Task) -> ToolEpisode:
         box = LazyBox(self._boxes, self._program(task))
-
-        def bash(given: Mapping[str, Any]) -> str:
-            if not isinstance(given["command"], str):
-                raise ValueError("command must be text")
-            return box.run_shell(given["command"], SHELL_SECONDS)
-
-        return ToolEpisode(task, {"bash": bash}, lambda _: self._scored(task, box), NUM_TURNS, box)
+        tools = {"bash": lambda given: box.run_shell(given["command"], SHELL_SECONDS)}
+        return ToolEpisode(task, tools, lambda _: self._scored(task, box), NUM_TURNS, box)
 
     def oracle(self, task: Task) -> Sequence[Reply]:
-        record = task.data
-        start, original = record["start"], record["original"].encode()
-        end = start + len(record["text"].encode())
-        edit = f"p={record['path']!r}; s=open(p,'rb').read(); open(p,'wb').write(s[:{start}]+{original!r}+s[{end}:])"
-        command = f"{shlex.quote(self._boxes.python)} -c {shlex.quote(edit)}"
+        edits = [(path, start, right, len((wrong or "").encode())) for path, start, right, wrong in task.data["edits"]]
+        python = shlex.quote(self._boxes.python)
+        command = f"{python} -c {shlex.quote(f'EDITS = {edits!r}{_REPAIR}')}"
         return [Reply("", tool_calls=[call("bash", command=command)]), Reply("It is repaired.")]
 
     def unsolved(self, task: Task) -> Sequence[Reply]:
-        command = f"echo '# looked at' >> {shlex.quote(task.data['path'])}; find . -name '*.py' | head"
+        path = next(path for path, _, _, wrong in task.data["edits"] if wrong is not None)
+        command = f"echo '# looked at' >> {shlex.quote(path)}; find . -name '*.py' | head"
         return [Reply("", tool_calls=[call("bash", command=command)]), Reply("It is repaired.")]
 
     def hidden(self, task: Task) -> Sequence[str]:
-        """The text around the fault as it was, and the names of the failing tests' functions."""
-        record, files = task.data, _files(self.folder, task.data["package"])
-        source, start = files[record["path"]], record["start"]
-        end = source.find(b"\n", start + len(record["original"].encode()))
-        right = source[source.rfind(b"\n", 0, max(0, source.rfind(b"\n", 0, start))) + 1 : end].decode()
-        names = {name.split("::")[-1].partition("[")[0] for name in record["fail_to_pass"]}
+        """The text around the faults as it was, and the names of the failing tests' functions."""
+        record, files = task.data, self._files(task)
+        texts = [f"def {name.split('::')[-1].partition('[')[0]}(" for name in record["fail_to_pass"]]
+        for path, start, right, _ in record["edits"]:
+            content = files[path]
+            end = content.find(b"\n", start + len(right.encode()))
+            begin = content.rfind(b"\n", 0, max(0, content.rfind(b"\n", 0, start))) + 1
+            texts.append(content[begin:end].decode())
         shown = b"\n".join(self._program(task).values()).decode(errors="replace")
-        return [text for text in [right, *(f"def {name}(" for name in sorted(names))] if text not in shown]
+        return [text for text in dict.fromkeys(texts) if text not in shown]
+
+    def _files(self, task: Task) -> dict[str, bytes]:
+        """What solves the task."""
+        return _read(Path(self.folder) / task.data["package"] / task.data.get("source", "source"))
 
     def _program(self, task: Task) -> dict[str, bytes]:
         """What the policy sees."""
-        files = _files(self.folder, task.data["package"])
-        return program(files) | {task.data["path"]: _faulty(files, task)}
+        return program(started(self._files(task), task.data["edits"]))
 
     def _scored(self, task: Task, box: LazyBox) -> Turn:
-        files = _files(self.folder, task.data["package"])
-        start = self._program(task)
+        record, files, start = task.data, self._files(task), self._program(task)
         try:
             changed = self._changed(box.open(), files, start)
         except (OSError, ValueError, RecursionError):
@@ -140,11 +148,13 @@ class Software(Environment):
             _is_refused(text, start.get(path, b""), files.get(path, b"")) for path, text in changed.items()
         ):
             return Turn(is_done=True, rewards={"right": 0.0}, metrics={"refused": 1.0})
-        record, repaired = task.data, files | {task.data["path"]: _faulty(files, task)} | changed
         wanted = [*record["fail_to_pass"], *record["pass_to_pass"]]
-        outcomes = self._outcomes(repaired, wanted)
-        num_passed = sum(outcomes.get(name) == "passed" for name in wanted)
-        is_right = num_passed == len(wanted) and self._fails_where_it_must(repaired, wanted, record["canaries"])
+        num_passed, is_right = len(record["pass_to_pass"]), False
+        if changed:  # otherwise all is as when the task was made
+            repaired = started(files, record["edits"]) | changed
+            outcomes = self._outcomes(repaired, wanted)
+            num_passed = sum(outcomes.get(name) == "passed" for name in wanted)
+            is_right = num_passed == len(wanted) and self._fails_where_it_must(repaired, wanted, record["canaries"])
         shares = {"passed": num_passed / len(wanted), "refused": 0.0}
         return Turn(is_done=True, rewards={"right": float(is_right)}, metrics=shares)
 
@@ -155,12 +165,11 @@ class Software(Environment):
 
     def _outcomes(self, files: dict[str, bytes], names: Sequence[str]) -> dict[str, str]:
         """In a new box, by the name of a test."""
-        about = request(files, "grade", _files_of(names), GRADE_SECONDS, TEST_SECONDS, tests=list(names))
-        box = self._boxes.open()
-        with suppress(OSError), closing(box):
-            fill(box, files, runtime())
-            lines = asked(box, self._boxes.python, about, GRADE_SECONDS + 10)
-            return {line[0]: line[1] for line in lines if isinstance(line, list) and len(line) > 1}
+        times = {"seconds": GRADE_SECONDS, "test_seconds": TEST_SECONDS}
+        with suppress(OSError), closing(self._boxes.open()) as box:
+            of, runs = _files_of(names), [{"tests": list(names)}]
+            told = run_tests(box, self._boxes.python, files, of, runs, is_loaded=False, options=QUIET, **times)
+            return {name: one.outcome for each in told for name, one in each.items()}
         return {}
 
     def _changed(self, box: Sandbox, files: Mapping[str, bytes], start: Mapping[str, bytes]) -> dict[str, bytes] | None:
@@ -185,15 +194,9 @@ def _files_of(names: Sequence[str]) -> list[str]:
     return sorted({name.partition("::")[0] for name in names})
 
 
-def _faulty(files: Mapping[str, bytes], task: Task) -> bytes:
-    record, source = task.data, files[task.data["path"]]
-    end = record["start"] + len(record["original"].encode())
-    return source[: record["start"]] + record["text"].encode() + source[end:]
-
-
 @lru_cache(maxsize=8)
-def _files(folder: str, package: str) -> dict[str, bytes]:
-    return read_source(Path(folder) / package / "source")
+def _read(source: Path) -> dict[str, bytes]:
+    return read_source(source)
 
 
 def _is_refused(changed: bytes, start: bytes, right: bytes) -> bool:
@@ -202,6 +205,7 @@ def _is_refused(changed: bytes, start: bytes, right: bytes) -> bool:
     return any(count > before[name] for name, count in _uses(changed).items())
 
 
+@lru_cache(maxsize=64)
 def _uses(content: bytes) -> Counter[str]:
     try:
         nodes = list(ast.walk(ast.parse(content)))

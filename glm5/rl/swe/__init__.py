@@ -1,1 +1,1 @@
-"""Tasks of software engineering: faults that are put into packages with tests, and rows of published sets."""
+"""Tasks of software engineering: faults put into packages, commits of repositories, and rows of published sets."""

@@ -103,7 +103,7 @@ class _Text:
     def operator(self, left: ast.expr, op: ast.AST, right: ast.expr, suffix: str = "") -> Iterator[Change]:
         """Other operators between two operands. `suffix`: "=", of an update."""
         begin, gap = self.end(left), self.source[self.end(left) : self.start(right)].decode()
-        symbol = _pairs(_SYMBOLS)[type(op).__name__]
+        symbol = _pairs(_SYMBOLS).get(type(op).__name__, "")
         for kind, pairs in _OPERATORS.items():
             old, new = f"{symbol}{suffix}".replace("_", " "), _pairs(pairs).get(symbol)
             if new and "#" not in gap and gap.isascii() and (place := begin + gap.find(old)) >= begin:
@@ -147,11 +147,11 @@ def _changes(text: _Text, outer: Function) -> Iterator[tuple[Change, Function, t
             continue  # before Python 3.12 the places in formatted texts are wrong
         inner = node if isinstance(node, Function) else inner
         left += [(child, inner) for child in ast.iter_child_nodes(node)]
-        for change in [*_of_statement(text, node), *_of_expression(text, node), *_of_name(text, node, names, fields)]:
+        for change in [*_of_node(text, node), *_of_name(text, node, names, fields)]:
             yield change, inner, None
 
 
-def _of_statement(text: _Text, node: ast.AST) -> Iterator[Change]:
+def _of_node(text: _Text, node: ast.AST) -> Iterator[Change]:
     match node:
         case ast.If(test=test) | ast.While(test=test):
             yield text.replace("condition negated", test, f"not ({text.of(test)})")
@@ -174,14 +174,6 @@ def _of_statement(text: _Text, node: ast.AST) -> Iterator[Change]:
             yield text.replace("first skipped", iterable, f"list({text.of(iterable)})[1:]")
         case ast.ExceptHandler(body=body):
             yield "handler removed", text.start(body[0]), text.end(body[-1]), "raise"
-        case _:
-            pass
-    if isinstance(node, ast.If | ast.For | ast.While | ast.Try) and node.orelse:
-        yield "else removed", text.start(node.orelse[0]), text.end(node.orelse[-1]), "pass"
-
-
-def _of_expression(text: _Text, node: ast.AST) -> Iterator[Change]:
-    match node:
         case ast.Compare(left=left, ops=[op, *_], comparators=[right, *_]) | ast.BinOp(left=left, op=op, right=right):
             yield from text.operator(left, op, right)
         case ast.BoolOp(op=op, values=[left, right, *_]):
@@ -192,9 +184,8 @@ def _of_expression(text: _Text, node: ast.AST) -> Iterator[Change]:
         case ast.IfExp(body=body, orelse=orelse):
             yield text.swap("branches swapped", body, orelse)
         case ast.Slice(lower=lower, upper=upper):
-            for bound, shift in ((lower, "+"), (upper, "-")):
-                if bound is not None:
-                    yield text.replace("slice bound", bound, f"{text.of(bound)} {shift} 1")
+            bounds = [(bound, sign) for bound, sign in ((lower, "+"), (upper, "-")) if bound is not None]
+            yield from (text.replace("slice bound", bound, f"{text.of(bound)} {sign} 1") for bound, sign in bounds)
         case ast.Call():
             yield from _of_call(text, node)
         case ast.Await(value=value):
@@ -205,6 +196,8 @@ def _of_expression(text: _Text, node: ast.AST) -> Iterator[Change]:
             yield from _of_constant(text, node)
         case _:
             pass
+    if isinstance(node, ast.If | ast.For | ast.While | ast.Try) and node.orelse:
+        yield "else removed", text.start(node.orelse[0]), text.end(node.orelse[-1]), "pass"
 
 
 def _of_call(text: _Text, node: ast.Call) -> Iterator[Change]:

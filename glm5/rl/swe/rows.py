@@ -6,76 +6,58 @@ SWE-rebench    the same, docker_image, install_config with test_cmd and log_pars
 R2E-Gym        docker_image, commit_hash, expected_output_json: the status of each test
 """
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Self
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from glm5.common.errors import DataError
 
 MAX_CHARS = 4_000_000
-R2E = ("repo_name", "docker_image", "commit_hash", "problem_statement")
-_PASSED = ("PASSED", "XFAIL")
 
 
-@dataclass(frozen=True)
-class Row:
+def _json(value: object) -> object:
+    return from_json(value) if isinstance(value, str) else value
+
+
+class _Install(BaseModel):
+    test_cmd: str = ""
+    log_parser: str = ""
+
+
+class Row(BaseModel):
     """A task. `image`: of Docker; `base`: a commit; `patch`: the solution; "" for what the set does not tell."""
 
-    repo: str
-    image: str
-    base: str
-    problem: str
-    fail_to_pass: tuple[str, ...]
-    pass_to_pass: tuple[str, ...]
-    test_command: str
-    parser: str
-    patch: str
+    model_config = ConfigDict(frozen=True)
+
+    repo: str = Field(validation_alias=AliasChoices("repo", "repo_name"))
+    image: str = Field("", validation_alias=AliasChoices("docker_image", "image_name"))
+    base: str = Field("", validation_alias=AliasChoices("base_commit", "commit_hash"))
+    problem: str = Field(validation_alias="problem_statement")
+    patch: str = ""
+    fail_to_pass: Annotated[tuple[str, ...], BeforeValidator(_json)] = Field((), validation_alias="FAIL_TO_PASS")
+    pass_to_pass: Annotated[tuple[str, ...], BeforeValidator(_json)] = Field((), validation_alias="PASS_TO_PASS")
+    install: _Install = Field(_Install(), validation_alias="install_config")
+    statuses: Annotated[dict[str, str], BeforeValidator(_json)] = Field({}, validation_alias="expected_output_json")
+
+    @model_validator(mode="after")
+    def _has_tests(self) -> Self:
+        if not self.must_pass:
+            raise ValueError("no test must pass, so that nothing could be rewarded; leave the row out")
+        return self
+
+    @property
+    def must_pass(self) -> tuple[str, ...]:
+        return self.fail_to_pass or tuple(name for name, told in self.statuses.items() if told in ("PASSED", "XFAIL"))
 
 
 def read_row(line: str) -> Row:
     """A row of any of the sets (JSON). Raises DataError, which names the key that is wrong."""
-    try:
-        row = json.loads(line) if len(line) <= MAX_CHARS else None
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
+    if len(line) > MAX_CHARS:
         raise DataError(f"{line!r:.80}: no row; allowed: a JSON object of at most {MAX_CHARS} characters")
-    if "expected_output_json" in row:
-        statuses = _json(row, "expected_output_json", dict)
-        passing = tuple(name for name, status in statuses.items() if status in _PASSED)
-        repo, image, base, problem = (_text(row, key) for key in R2E)
-        return _with_tests(Row(repo, image, base, problem, passing, (), "", "r2e", _text(row, "patch", "")))
-    install = row.get("install_config") or {}
-    if not isinstance(install, Mapping):
-        raise DataError(f"install_config: got {install!r:.40}; allowed: an object")
-    image = _text(row, "docker_image", _text(row, "image_name", ""))
-    repo, base, problem = _text(row, "repo"), _text(row, "base_commit", ""), _text(row, "problem_statement")
-    failing, passing = (tuple(map(str, _json(row, key, list))) for key in ("FAIL_TO_PASS", "PASS_TO_PASS"))
-    command, parser = _text(install, "test_cmd", ""), _text(install, "log_parser", "")
-    return _with_tests(Row(repo, image, base, problem, failing, passing, command, parser, _text(row, "patch")))
-
-
-def _with_tests(row: Row) -> Row:
-    if not row.fail_to_pass:
-        raise DataError(f"{row.repo}: no test must pass, so that nothing could be rewarded; leave the row out")
-    return row
-
-
-def _text(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
-    value = row.get(key, default)
-    if not isinstance(value, str):
-        raise DataError(f"{key}: got {value!r:.40}; allowed: text")
-    return value
-
-
-def _json(row: Mapping[str, Any], key: str, kind: type) -> Any:
-    """A value, or a text that is JSON of it."""
-    value = row.get(key)
     try:
-        value = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, kind):
-        raise DataError(f"{key}: got {row.get(key)!r:.40}; allowed: a {kind.__name__}, also as JSON in text")
-    return value
+        return Row.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "no row"
+        raise DataError(f"{where}: got {first['input']!r:.40}; {first['msg']}") from None

@@ -1,10 +1,13 @@
 """Runs a package's tests in a box: `python -I -S -B runner.py`, with a request on standard input.
 
-    measure   each test: outcome, seconds, what it said, and the functions of the package that it called
-    mutants   the tests are collected once; for each fault a fork changes the code of one function and runs some tests
-    grade     some tests in one fork, in which the package is first imported
+    files, path     what pytest collects, and the folders to import from
+    is_loaded       tests are collected once, and each run is a fork of that; or each fork collects them itself
+    runs            tests (none: all), is_traced, fault: what the fork changes in the loaded program first
+    seconds, test_seconds, options    for each fork, for each test, and more options of pytest
 
-This process never runs the package's code when it grades. Its forks cannot read it (it is not dumpable), and it
+The answer has a line for each run: a list of [test, outcome, seconds, what it said, functions that it called].
+
+Without `is_loaded` this process never runs the package's code. Its forks cannot read it (it is not dumpable), and it
 believes only lines of a fork that begin with a nonce made for it.
 """
 
@@ -19,30 +22,25 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 Tell = Callable[[Any], object]
-Items = Mapping[str, Any]
+Request = Mapping[str, Any]
 REPO = os.path.abspath("repo") + "/"
 MAX_BYTES, MAX_TOLD = 10_000_000, 600
-DEATHS = 20  # forks that may end before their last test, in a measurement
 # What pytest imports for colours, which nobody sees.
 PYGMENTS = [f"pygments{name}" for name in ("", ".formatters", ".formatters.terminal", ".lexer", ".lexers", ".util")]
 PYGMENTS += ["pygments.lexers.diff", "pygments.lexers.python"]  # pyright: ignore[reportConstantRedefinition]
 
 
-class StandIn(types.ModuleType):
+class StandIn:
     """A module that has whatever is asked of it."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__ = []
+    __path__, __spec__ = (), None
 
     def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (Exception,), {})
+        return Exception
 
 
 def main() -> None:
@@ -51,46 +49,42 @@ def main() -> None:
     for fd in (0, 1):
         os.dup2(os.open(os.devnull, os.O_RDWR), fd)
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+    gc.disable()  # until tests run
     sys.path.append(os.path.abspath("runtime.zip"))
     with open("pytest.ini", "w") as file:
         file.write("[pytest]\n")
-    stand_in = [sys.modules.setdefault(name, StandIn(name)) for name in PYGMENTS]
+    for name in PYGMENTS:
+        sys.modules[name] = cast("Any", StandIn())
     for name in ("pytest", "pluggy"):  # before the package's folders are on the path
         __import__(name)
     vars(sys.modules["pluggy"])["__version__"] = ""  # the zip file has no metadata
-    for module in stand_in:
-        del sys.modules[module.__name__]
+    for name in PYGMENTS:
+        del sys.modules[name]
 
     def tell(answer: Any) -> None:
         data = memoryview(f"{json.dumps(answer)}\n".encode())
         while data:
             data = data[os.write(answers, data) :]
 
-    if request["do"] == "grade":
-        for line in forked(lambda tell: collect(request, lambda items: play(items, tell, request)), request["seconds"]):
-            tell(line)
+    if request["is_loaded"]:
+        collect(request, lambda tests: in_forks(tests, request, tell))
     else:
-        work = measure if request["do"] == "measure" else mutants
-        collect(request, lambda items: work(items, tell, request))
+        for run in request["runs"]:
+            tell(forked(lambda tell, run=run: collect(request, lambda tests: tests.play(run, tell)), request))
     os._exit(0)
 
 
-def collect(request: Mapping[str, Any], work: Callable[[Items], None]) -> None:
-    """Call `work` with the tests of the files by their ids, where pytest would run them."""
-
-    class Plugin:
-        def pytest_runtestloop(self, session: Any) -> bool:
-            work({item.nodeid: item for item in session.items})
-            return True
-
+def collect(request: Request, work: Callable[["Tests"], None]) -> None:
+    """Call `work` with the tests of the files, where pytest would run them."""
     config = [f"-c{os.path.abspath('pytest.ini')}", "-pno:cacheprovider", "--continue-on-collection-errors"]
     os.chdir("repo")
     sys.path[:0] = [os.path.abspath(path) for path in request["path"]]
-    sys.modules["pytest"].main([*config, f"--rootdir={os.getcwd()}", *request["files"]], plugins=[Plugin()])
+    options = [*config, *request["options"], f"--rootdir={os.getcwd()}", *request["files"]]
+    sys.modules["pytest"].main(options, plugins=[Tests(request["test_seconds"], work)])
 
 
-def forked(work: Callable[[Tell], None], seconds: float) -> list[Any]:
-    """What `work(tell)` told in a fork that is ended after `seconds`."""
+def forked(work: Callable[[Tell], None], request: Request) -> list[Any]:
+    """What `work(tell)` told in a fork, which is ended after some time."""
     nonce, (out, into) = os.urandom(16).hex(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -101,7 +95,7 @@ def forked(work: Callable[[Tell], None], seconds: float) -> list[Any]:
         finally:
             os._exit(0)
     os.close(into)
-    data, deadline = b"", time.monotonic() + seconds
+    data, deadline = b"", time.monotonic() + request["seconds"]
     while (left := deadline - time.monotonic()) > 0 and len(data) < MAX_BYTES and select.select([out], [], [], left)[0]:
         if not (piece := os.read(out, 1 << 16)):
             break
@@ -114,27 +108,64 @@ def forked(work: Callable[[Tell], None], seconds: float) -> list[Any]:
     return [json.loads(line[len(nonce) :]) for line in lines if line.startswith(nonce)]
 
 
-def play(items: Items, tell: Tell, request: Mapping[str, Any]) -> None:
-    """Run tests in order; tell the name of each before it, and what came of it after it."""
-    chosen = [items[name] for name in request.get("tests") or items if name in items]
-    signal.signal(signal.SIGALRM, expired)
-    for item, following in zip(chosen, [*chosen[1:], None], strict=True):
-        tell([item.nodeid])
-        seen, begun = Seen(), time.monotonic()
-        item.config.pluginmanager.register(seen)
-        signal.setitimer(signal.ITIMER_REAL, request["test_seconds"])
-        try:
-            sys.settrace(seen.trace if request.get("is_traced") else None)
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        except BaseException as error:  # noqa: BLE001 - also what the alarm raises
-            seen.outcomes.add("failed")
-            seen.told.append(type(error).__name__)
-        finally:
-            sys.settrace(None)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            item.config.pluginmanager.unregister(seen)
-        told, seconds = "\n".join(seen.told)[:MAX_TOLD], round(time.monotonic() - begun, 4)
-        tell([item.nodeid, seen.outcome(), seconds, told, sorted(seen.called)])
+def in_forks(tests: "Tests", request: Request, tell: Tell) -> None:
+    """Each run in a fork, in which a function of the loaded program may have other code."""
+    functions: dict[tuple[str, int], list[types.FunctionType]] = {}
+    for each in gc.get_objects():
+        if type(each) is types.FunctionType and each.__code__.co_filename.startswith(REPO):
+            functions.setdefault((each.__code__.co_filename, each.__code__.co_firstlineno), []).append(each)
+    gc.freeze()
+
+    def work(run: Request, tell: Tell) -> None:
+        if fault := run.get("fault"):
+            change(functions[REPO + fault["path"], fault["first_line"]], fault)
+        tests.play(run, tell)
+
+    for run in request["runs"]:
+        tell(forked(lambda tell, run=run: work(run, tell), request))
+
+
+class Tests:
+    """A plugin of pytest that calls `work` with itself in place of its loop. `items`: tests by their names; `broken`:
+    files that cannot be collected, and why."""
+
+    def __init__(self, seconds: float, work: Callable[["Tests"], None]) -> None:
+        self.seconds, self.work = seconds, work
+        self.items, self.broken = dict[str, Any](), dict[str, str]()
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.broken[report.nodeid] = str(report.longreprtext).strip().rpartition("\n")[2]
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        self.items = {item.nodeid: item for item in session.items}
+        self.work(self)
+        return True
+
+    def play(self, run: Request, tell: Tell) -> None:
+        """Run tests in order; tell each before it ("begun"), and what came of it after it."""
+        for name, why in self.broken.items():
+            tell([name, "failed", 0, why[:MAX_TOLD], []])
+        gc.enable()
+        chosen = [self.items[name] for name in run.get("tests") or self.items if name in self.items]
+        signal.signal(signal.SIGALRM, expired)
+        for item, following in zip(chosen, [*chosen[1:], None], strict=True):
+            tell([item.nodeid, "begun", 0, "", []])
+            seen, begun = Seen(), time.monotonic()
+            item.config.pluginmanager.register(seen)
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+            try:
+                sys.settrace(seen.trace if run.get("is_traced") else None)
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            except BaseException as error:  # noqa: BLE001 - also what the alarm raises
+                seen.outcomes.add("failed")
+                seen.told.append(type(error).__name__)
+            finally:
+                sys.settrace(None)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                item.config.pluginmanager.unregister(seen)
+            told, seconds = "\n".join(seen.told)[:MAX_TOLD], round(time.monotonic() - begun, 4)
+            tell([item.nodeid, seen.outcome(), seconds, told, sorted(seen.called)])
 
 
 class Seen:
@@ -162,37 +193,7 @@ def expired(*_: Any) -> None:
     raise TimeoutError("it took too long")
 
 
-def measure(items: Items, tell: Tell, request: dict[str, Any]) -> None:
-    """All tests, with their calls, or without. A test that kills its process fails, and the next go on."""
-    for is_traced in request["traced"]:
-        left = list(items)
-        for _ in range(DEATHS):
-            part = request | {"is_traced": is_traced, "tests": left}
-            lines = forked(lambda tell, part=part: play(items, tell, part), request["seconds"]) if left else []
-            for line in lines:
-                if len(line) > 1:
-                    tell(line)
-            left = left[left.index(lines[-1][0]) + 1 :] if lines else []
-
-
-def mutants(items: Items, tell: Tell, request: dict[str, Any]) -> None:
-    """For each fault, its number and what came of its tests."""
-    found: dict[tuple[str, int], list[Any]] = {}
-    for each in gc.get_objects():
-        if type(each) is types.FunctionType and each.__code__.co_filename.startswith(REPO):
-            found.setdefault((each.__code__.co_filename, each.__code__.co_firstlineno), []).append(each)
-    gc.freeze()
-    for number, fault in request["mutants"]:
-        functions = found.get((REPO + fault["path"], fault["first_line"]), [])
-
-        def work(tell: Tell, fault: Any = fault, functions: Any = functions) -> None:
-            change(functions, fault)
-            play(items, tell, request | {"tests": fault["tests"]})
-
-        tell([number, forked(work, request["seconds"]) if functions else []])
-
-
-def change(functions: Sequence[Any], fault: Mapping[str, Any]) -> None:
+def change(functions: list[types.FunctionType], fault: Request) -> None:
     """Give functions the code that they have in a changed statement of their module. ValueError where they cannot."""
     old = functions[0].__code__
     tree = ast.parse(fault["block"])
@@ -207,7 +208,7 @@ def change(functions: Sequence[Any], fault: Mapping[str, Any]) -> None:
         function.__code__ = code
         if fault["default"]:
             place, text = fault["default"]
-            values = list(function.__defaults__)
+            values = list(function.__defaults__ or ())
             values[-place] = ast.literal_eval(text)
             function.__defaults__ = tuple(values)
 

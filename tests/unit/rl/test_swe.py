@@ -18,8 +18,9 @@ from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.sandbox.sandbox import Sandbox
 from glm5.rl.swe.make import make_tasks
 from glm5.rl.swe.mutations import mutations
-from glm5.rl.swe.package import canary, is_test, program, read_source
-from tests.support.software import IN_FOLDER, IN_PROCESS, RIGHT, WRONG, write_package
+from glm5.rl.swe.outcomes import canary
+from glm5.rl.swe.package import is_test, program, read_source
+from tests.support.software import IN_FOLDER, IN_PROCESS, RIGHT, WRONG, git, write_package, write_repository
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ async def f(a, b, c=3, *, d=None):
     a.b.append(c)
     await g(a, b, key=min(a, b))
     x = [y.strip() for y in a[1:-1] if y]
-    return (x if a else b), a & b, True
+    return (x if a else b), a & b, a @ b, True
 '''
     found = list(mutations(text.encode()))
     changed = [one for one in found if one.changed(text.encode())]
@@ -125,6 +126,36 @@ def test_the_same_command_goes_on(folder):
     assert sorted(journal.read_text().splitlines()) == sorted(before.splitlines())
 
 
+def test_a_commit_becomes_a_task(tmp_path):
+    """Of a repository: one that changes program and tests, where tests fail without it; its own programs do not run."""
+    source = write_repository(tmp_path / "sums")
+    git(source, "config", "filter.planted.smudge", f"touch {tmp_path}/planted")
+    settings = EnvMakeConfig(source=(str(source),), out=str(tmp_path / "out"), workers=1)
+    assert "1 tasks, 2 tried" in make_tasks(settings)
+    journal = tmp_path / "out/sums/tasks.jsonl"
+    before = journal.read_text()
+    assert "1 tasks, 2 tried" in make_tasks(settings)
+    assert journal.read_text() == before
+    assert not (tmp_path / "planted").exists()
+    backend = choose_backend()
+    environment = make(f"swe/{tmp_path}/out", Boxes(lambda: Sandbox(backend), backend.python))
+    task = environment.task(0, 0)
+    assert task.data["fail_to_pass"] == ["tests/test_sums.py::test_total"]
+    assert len(task.data["pass_to_pass"]) == 6
+    assert "See issue 3." in task.messages[0]["content"]
+    assert "def total(values):" in environment._program(task)["sums/__init__.py"].decode()
+    assert {"result = start", "def test_total("} <= {text.split("\n")[-1].strip() for text in environment.hidden(task)}
+    assert (
+        play(
+            environment,
+            task,
+            *[one["function"]["arguments"]["command"] for one in environment.oracle(task)[0].tool_calls],
+        )
+        == 1
+    )
+    assert play(environment, task, environment.unsolved(task)[0].tool_calls[0]["function"]["arguments"]["command"]) == 0
+
+
 def test_sources_that_cannot_be_used(tmp_path):
     (tmp_path / "a.tar.gz").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="no task was made: a: skipped:"):
@@ -150,6 +181,26 @@ def test_check_lists_what_does_not_pass(tmp_path, monkeypatch):
     assert len(rows) == 3
     check(EnvCheckConfig(name="generous", tasks=3, workers=1))  # all are known
     assert (tmp_path / "checked.jsonl").read_text().splitlines() == rows
+
+
+def test_check_notices_a_box_with_the_solution(tmp_path, monkeypatch):
+    """The control: an environment whose `hidden` has a text that the policy's box holds."""
+    real = make("terminal")
+
+    class Shown(type(real)):
+        levels = 1
+
+        def hidden(self, task):
+            return ["planted"]
+
+        def unsolved(self, task):
+            return [Reply("", tool_calls=[call("bash", command="echo planted > x")]), Reply("")]
+
+    monkeypatch.setattr("glm5.rl.check.make", lambda name, boxes: Shown(boxes))
+    table, has_passed = check(EnvCheckConfig(name="terminal", tasks=1, out=str(tmp_path), workers=1))
+    assert not has_passed
+    (row,) = (json.loads(line) for line in (tmp_path / "checked.jsonl").read_text().splitlines())
+    assert list(row["failed"]) == ["hidden"], table
 
 
 def test_check_of_an_environment_that_passes(tmp_path):

@@ -36,13 +36,13 @@ R2E = {
 def test_rows_of_each_set(row):
     found = read_row(json.dumps(row))
     assert found.problem == "It fails."
-    assert len(found.fail_to_pass) == 1
+    assert len(found.must_pass) == 1
 
 
 def test_what_the_sets_tell():
-    assert read_row(json.dumps(REBENCH)).test_command == "pytest -rA"
+    assert read_row(json.dumps(REBENCH)).install.test_cmd == "pytest -rA"
     assert read_row(json.dumps(SMITH)).image == "smith/a__b"
-    assert read_row(json.dumps(R2E)).fail_to_pass == ("test_a",)
+    assert read_row(json.dumps(R2E)).must_pass == ("test_a",)
 
 
 @pytest.mark.parametrize(
