@@ -1,7 +1,7 @@
 """Environments by name.
 
     guess, guess-crash, reverse, sort, kuhn, grid,
-    tiny-terminal                                      small ones, whose optimum is known
+    tiny-terminal, memory                              small ones, whose optimum is known
     math, science, code, tools                         the domains of the report's reasoning RL, in three levels
     search                                             questions of several hops about a generated web
     terminal                                           commands in a box, graded by the files that are left
@@ -27,6 +27,7 @@ from glm5.rl.environments.grid import Grid
 from glm5.rl.environments.guess import Guess
 from glm5.rl.environments.kuhn import Kuhn
 from glm5.rl.environments.mathematics import mathematics
+from glm5.rl.environments.memory import Memory
 from glm5.rl.environments.protocol import Environment
 from glm5.rl.environments.science import science
 from glm5.rl.environments.search import Search
@@ -42,6 +43,7 @@ ENVIRONMENTS: dict[str, Callable[[Boxes], Environment]] = {
     "kuhn": lambda _: Kuhn(),
     "grid": lambda _: Grid(),
     "tiny-terminal": lambda _: TinyTerminal(),
+    "memory": lambda _: Memory(),
     "math": lambda _: mathematics(),
     "science": lambda _: science(),
     "code": Coding,
