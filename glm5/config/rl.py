@@ -56,6 +56,8 @@ class ShownTasks(Section):
     """Seed of the first one; the others have the seeds after it."""
     tasks: Count | None = None
     """Number of different ones, shown in turn. Default: new ones all the time."""
+    level: Annotated[int, Field(ge=0, le=1000)] | None = None
+    """Default: that of the first tasks that are trained on."""
 
 
 class ServiceSection(Section):

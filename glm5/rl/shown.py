@@ -4,12 +4,13 @@ legal, or the solution where an environment has no random ones."""
 import os
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import lru_cache
-from itertools import count
+from dataclasses import replace
+from functools import lru_cache, partial
+from itertools import count, groupby
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -19,13 +20,17 @@ from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import ConfigError, TrainingError
 from glm5.common.interrupt import end_with_parent
-from glm5.config.rl import RLRecipe
+from glm5.config.rl import RLRecipe, Rollouts
 from glm5.rl.environments.mixture import Mixture
 from glm5.rl.environments.play import play_randomly, play_solution
-from glm5.rl.environments.protocol import Environment, EpisodeFailed, Message, with_system
+from glm5.rl.environments.protocol import Environment, EpisodeFailed, Message, Reply, Task, with_system
 from glm5.rl.environments.table import make
+from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
+from glm5.rl.rollouts.conversation import GO_ON, REQUEST, Conversation
+from glm5.rl.segments import Segment
 from glm5.rl.tasks import TaskSource
+from glm5.rl.training.sequences import sequences_of
 
 TOKENIZER_GAMES = 400
 """Of each environment, from which a tokenizer is learnt."""
@@ -43,25 +48,40 @@ class ShownGames:
     def __init__(self, recipe: RLRecipe, environments: Mapping[str, Environment], tasks: TaskSource) -> None:
         self._recipe, self._environments, self._tasks = recipe, environments, tasks
         self._mixture = Mixture({one.name: one.weight for one in recipe.environment})
+        self._compacts = recipe.rollouts.context is not None and recipe.rollouts.context.compacts
 
     def texts(self, template: ChatTemplate) -> Iterator[str]:
         """What a tokenizer is learnt from: the messages, and prompts that list tools."""
         for number in range(TOKENIZER_GAMES * len(self._recipe.environment)):
             for messages, tools in self._chats(number, self._recipe.seed):
                 yield from (str(message.get("content") or "") for message in messages)
+                if self._compacts:
+                    yield from (REQUEST, GO_ON)
                 if tools:
                     yield template.render(messages[:1], list(tools))
 
     def examples(self, chat: TokenChat, numbers: Iterable[int]) -> list[Example]:
         """Of the games with these numbers, in tokens."""
-        chats = (one for number in numbers for one in self._chats(number, self._recipe.seed + 1))
-        return [chat.conversation(messages, tools) for messages, tools in chats]
+        seed, found = self._recipe.seed + 1, list[Example]()
+        for number in numbers:
+            environment, task = self._game(number)
+            for messages, tools in self._chats(number, seed):
+                if self._compacts and hasattr(environment, "random_reply"):
+                    random = Random(f"summaries {seed} {number}")
+                    say = partial(environment.random_reply, task, random, REQUEST)  # pyright: ignore[reportAttributeAccessIssue]
+                    found += compacted(chat, task, self._recipe.rollouts, messages, say)
+                else:
+                    found.append(chat.conversation(messages, tools))
+        return found
+
+    def _game(self, number: int) -> tuple[Environment, Task]:
+        name = self._mixture.draw(number)
+        environment = self._environments[name]
+        return environment, environment.task(*self._tasks.sections[name].shown(number))
 
     def _chats(self, number: int, seed: int) -> list[Chat]:
         """Of each player of an episode. ConfigError for a solution that only a sandbox can play."""
-        name = self._mixture.draw(number)
-        environment = self._environments[name]
-        task = environment.task(*self._tasks.sections[name].shown(number))
+        environment, task = self._game(number)
         try:
             if hasattr(environment, "random_reply"):
                 chats = play_randomly(environment, task, Random(f"{seed} {number}")).conversations  # pyright: ignore[reportArgumentType]
@@ -69,11 +89,35 @@ class ShownGames:
                 chats = play_solution(environment, task)
         except EpisodeFailed as failure:
             raise ConfigError(
-                f"environment {name}: level {task.level} cannot be shown to a new model: {failure.reason}; allowed: a "
-                "lower level, or model.checkpoint without warm_start"
+                f"environment {environment.name}: level {task.level} cannot be shown to a new model: {failure.reason}; "
+                "allowed: a lower level, or model.checkpoint without warm_start"
             ) from None
         system = self._recipe.rollouts.system
         return [(with_system(system, messages), task.tools) for messages in chats]
+
+
+def compacted(
+    chat: TokenChat, task: Task, cfg: Rollouts, messages: Sequence[Message], summary: Callable[[], Reply]
+) -> list[Example]:
+    """A conversation of texts with summaries where a rollout would have them: an example for each of its branches."""
+    conversation = Conversation(Rollout(task, 0), chat, cfg.model_copy(update={"system": ""}))
+
+    def say(content: str) -> None:
+        ids = chat.said(content)
+        conversation.add(Segment(ids, is_sampled=True, logprobs=[0.0] * len(ids), versions=[0] * len(ids)))
+
+    for is_reply, turn in groupby(messages, lambda one: one["role"] == "assistant"):
+        if is_reply:
+            say(next(turn)["content"])
+            continue
+        conversation.hear(list(turn))
+        if conversation.needs_summary:
+            conversation.ask_summary()
+            say(summary().content)
+            conversation.resume()
+    rollout = replace(conversation.rollout, tree=conversation.rollout.tree.trained())
+    sequences = sequences_of(rollout, 1.0, 1, "token-mean")
+    return [(one.ids.tolist(), (one.columns["policy"] > 0).tolist()) for one in sequences]
 
 
 @contextmanager

@@ -71,6 +71,7 @@ class SectionTasks:
         seed, level = self.at(place)
         if (plan := self._section.shown) is not None:
             seed = plan.first_task + (place % plan.tasks if plan.tasks else place)
+            level = level if plan.level is None else plan.level
         return seed, level
 
     def held_out(self, count: int, level: int | None = None) -> list[tuple[int, int]]:

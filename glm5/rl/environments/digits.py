@@ -36,7 +36,7 @@ class Digits(Playable):
     def oracle(self, task: Task) -> Sequence[Reply]:
         return [Reply(task.data["wanted"])]
 
-    def random_reply(self, task: Task, random: Random) -> Reply:
+    def random_reply(self, task: Task, random: Random, asked: str) -> Reply:
         return Reply("".join(random.sample(task.data["digits"], len(task.data["digits"]))))
 
 

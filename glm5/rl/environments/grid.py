@@ -46,7 +46,7 @@ class Grid(Playable):
     def oracle(self, task: Task) -> Sequence[Reply]:
         return [Reply(task.data["way"])]
 
-    def random_reply(self, task: Task, random: Random) -> Reply:
+    def random_reply(self, task: Task, random: Random, asked: str) -> Reply:
         return Reply("".join(random.choices(list(MOVES), k=random.randint(1, 4))))
 
 

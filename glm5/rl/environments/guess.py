@@ -40,7 +40,7 @@ class Guess(Playable):
             low, high = (guesses[-1] + 1, high) if task.data["number"] > guesses[-1] else (low, guesses[-1] - 1)
         return [Reply(str(guess)) for guess in guesses]
 
-    def random_reply(self, task: Task, random: Random) -> Reply:
+    def random_reply(self, task: Task, random: Random, asked: str) -> Reply:
         actions = [str(number) for number in range(1, HIGHEST + 1)] + [CRASH] * self.can_crash
         return Reply(random.choice(actions))
 

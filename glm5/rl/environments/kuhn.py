@@ -52,7 +52,7 @@ class Kuhn(Playable):
         """As if both seats saw both cards: the higher card bets, the lower passes."""
         return [Reply(word) for word in (["bet", "pass"] if _is_higher(task.data["deal"]) else ["pass", "bet", "pass"])]
 
-    def random_reply(self, task: Task, random: Random) -> Reply:
+    def random_reply(self, task: Task, random: Random, asked: str) -> Reply:
         return Reply(random.choice(list(ACTIONS)))
 
 

@@ -58,7 +58,7 @@ def play_solution(environment: Environment, task: Task) -> list[list[Message]]:
 
 def play_randomly(environment: Playable, task: Task, random: Random) -> Played:
     """With random legal replies."""
-    return play(environment, task, lambda _: environment.random_reply(task, random))
+    return play(environment, task, lambda chat: environment.random_reply(task, random, chat[-1]["content"]))
 
 
 def as_message(reply: Reply) -> Message:

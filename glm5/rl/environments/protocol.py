@@ -160,6 +160,6 @@ def left_out(folder: str | Path) -> frozenset[str]:
 class Playable(Environment, Protocol):
     """An environment for models that know no language: random replies teach them the form, and nothing else."""
 
-    def random_reply(self, task: Task, random: Random) -> Reply:
-        """A legal reply, whatever was said before."""
+    def random_reply(self, task: Task, random: Random, asked: str) -> Reply:
+        """A legal reply to a message that says `asked`, which may be the request of a summary."""
         ...

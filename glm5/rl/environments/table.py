@@ -16,6 +16,7 @@ from glm5.rl.environments.grid import Grid
 from glm5.rl.environments.guess import Guess
 from glm5.rl.environments.kuhn import Kuhn
 from glm5.rl.environments.mathematics import mathematics
+from glm5.rl.environments.memory import Memory
 from glm5.rl.environments.protocol import Environment
 from glm5.rl.environments.science import science
 from glm5.rl.environments.search import Search
@@ -31,6 +32,7 @@ ENVIRONMENTS: dict[str, Callable[[Boxes], Environment]] = {
     "kuhn": lambda _: Kuhn(),
     "grid": lambda _: Grid(),
     "tiny-terminal": lambda _: TinyTerminal(),
+    "memory": lambda _: Memory(),
     "math": lambda _: mathematics(),
     "science": lambda _: science(),
     "code": Coding,

@@ -73,7 +73,7 @@ class TinyTerminal(Playable):
     def oracle(self, task: Task) -> Sequence[Reply]:
         return [Reply(command) for command in task.data["way"]]
 
-    def random_reply(self, task: Task, random: Random) -> Reply:
+    def random_reply(self, task: Task, random: Random, asked: str) -> Reply:
         name, folder = random.choice(task.data["files"])[0], random.randint(1, LEVELS[task.level].num_folders)
         return Reply(random.choice(["ls", f"cd {folder}", f"rm {name}", f"mv {name} {folder}", f"cp {name} {folder}"]))
 

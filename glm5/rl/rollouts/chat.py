@@ -70,11 +70,15 @@ class TokenChat:
                 heard.append(message)
                 continue
             context = self.continuation(heard, tools, ids[-1]) if ids else self.prompt(heard, tools)
-            said = [*self.tokenizer.encode(message["content"], allow_special=False), self._end]
+            said = self.said(message["content"])
             ids += [*context, *said]
             marks += [False] * len(context) + [True] * len(said)
             heard = []
         return ids, marks
+
+    def said(self, content: str) -> list[int]:
+        """Token ids of a reply of text alone, as a policy would sample them."""
+        return [*self.tokenizer.encode(content, allow_special=False), self._end]
 
     def reply(self, token_ids: Sequence[int], tools: Tools, *, is_truncated: bool) -> Reply:
         """What sampled tokens say."""

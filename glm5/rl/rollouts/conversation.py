@@ -37,7 +37,7 @@ class Conversation:
     def __init__(self, rollout: Rollout, chat: TokenChat, cfg: Rollouts) -> None:
         self.rollout, self.token_ids, self.leaf = rollout, list[int](), -1
         self._chat, self._tools, self._cfg = chat, rollout.task.tools, cfg
-        self._base, self._steps, self._num_compactions = -1, list[_Step](), 0
+        self._base, self._steps, self._num_steps, self._summaries = -1, list[_Step](), 0, list[int]()
 
     def add(self, segment: Segment) -> int:
         """Add a segment without a parent after the leaf; returns its index."""
@@ -59,6 +59,7 @@ class Conversation:
             self._base, self._steps = self.leaf, []
             return
         self._steps.append(_Step(reply, self.leaf, messages))
+        self._num_steps += 1
         context = self._cfg.context
         if context is not None and context.keep_recent is not None:
             self._fold(context.keep_recent, context.fold_at)
@@ -70,9 +71,11 @@ class Conversation:
     def needs_summary(self) -> bool:
         """Whether the policy is to write a summary before it goes on."""
         context = self._cfg.context
-        if context is None or context.compact_below is None or self._num_compactions >= context.max_compactions:
+        if context is None or len(self._summaries) >= context.max_compactions or not self._steps:
             return False
-        return bool(self._steps) and self._cfg.max_model_len - len(self.token_ids) < context.compact_below
+        if context.compact_every is not None:
+            return self._num_steps % context.compact_every == 0
+        return self._cfg.max_model_len - len(self.token_ids) < (context.compact_below or 0)
 
     def ask_summary(self) -> None:
         """Ask for a summary, in the message after the last results."""
@@ -87,7 +90,7 @@ class Conversation:
         context = self._cfg.context
         assert context is not None
         summary, told = self.leaf, {"role": "user", "content": GO_ON}
-        self._num_compactions += 1
+        self._summaries.append(summary)
         self._go_to(self._base)
         self._copy(summary)
         self._tell([told])
@@ -100,9 +103,14 @@ class Conversation:
             step.reply, step.results = self._copy(step.reply), self._copy(step.results)
 
     def close(self) -> None:
-        """At the end of the episode: leave out what no reply follows, and count."""
-        if self._cfg.context is not None and self.rollout.tree.num_sampled:
-            tree = self.rollout.tree = self.rollout.tree.trained()
+        """At the end of the episode: leave out what no reply follows, and count. Summaries that are not to be trained
+        become context."""
+        context, tree = self._cfg.context, self.rollout.tree
+        if context is not None and not context.train_summary:
+            for index in self._summaries:
+                tree.segments[index] = Segment(tree.segments[index].token_ids, tree.segments[index].parent)
+        if context is not None and tree.num_sampled:
+            tree = self.rollout.tree = tree.trained()
             computed = sum(len(one.token_ids) for one in tree.segments)
             self.rollout.metrics["forks"] = float(len(tree.leaves()) - 1)
             self.rollout.metrics["computed_per_trained"] = computed / tree.num_sampled

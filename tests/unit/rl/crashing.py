@@ -43,7 +43,7 @@ class Crashing(Guess):
     def reset(self, task: Task) -> "CrashingEpisode":
         return CrashingEpisode(task, can_crash=False)
 
-    def random_reply(self, task: Task, random: Random) -> Reply:
+    def random_reply(self, task: Task, random: Random, asked: str) -> Reply:
         """One of 19 crashes."""
         return Reply(random.choice([*map(str, range(1, HIGHEST + 1))] * 6 + [*TOOLS]))
 

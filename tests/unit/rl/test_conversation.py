@@ -18,6 +18,7 @@ from glm5.engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.rl.algorithms.table import PRESETS
 from glm5.rl.environments.protocol import Reply, Task
+from glm5.rl.environments.table import make
 from glm5.rl.environments.tool_use import call, function_tool
 from glm5.rl.loop import run
 from glm5.rl.replay import replay
@@ -64,13 +65,18 @@ def steps(*numbers: int, left_out: int = 0) -> list[dict]:
     return [one for n in numbers for one in (reply(n), folded(n) if n <= left_out else result(n))]
 
 
-def seen(
+def scripted(
     context: dict | None, turns: int = TURNS, say=lambda n: [result(n)], **more
-) -> tuple[list[list[int]], Rollout]:
-    """The prompts of an episode with that many calls, whose replies are scripted."""
+) -> tuple[ScriptedPolicy, Rollout]:
+    """An episode with that many calls, whose replies are scripted."""
     script = [said(Reply("so", tool_calls=reply(n)["tool_calls"])) for n in range(1, turns + 1)] + ["done<|user|>"]
     policy = ScriptedPolicy(settings(context, **more), CHAT, script, "a summary<|user|>")
-    rollout = play(policy, CHAT, TASK, lambda task: Talking(task, turns, say))
+    return policy, play(policy, CHAT, TASK, lambda task: Talking(task, turns, say))
+
+
+def seen(*given, **more) -> tuple[list[list[int]], Rollout]:
+    """The prompts of such an episode."""
+    policy, rollout = scripted(*given, **more)
     assert Counter(map(repr, sampled_of(rollout))) == Counter(map(repr, policy.seen))
     return [prompt for prompt, _ in policy.seen], rollout
 
@@ -142,6 +148,43 @@ def test_the_last_steps_follow_the_summary(keep):
     summary, go_on = {"role": "assistant", "content": "a summary"}, {"role": "user", "content": GO_ON}
     assert prompts[10] == prompt(summary, go_on, *steps(*range(10 - keep, 10)))
     assert prompts[11] == prompt(summary, go_on, *steps(*range(10 - keep, 11)))
+
+
+def test_a_summary_after_so_many_steps():
+    prompts, rollout = seen({"compact_every": 3, "max_compactions": 2, "keep_steps": 1}, turns=10)
+    ask, go_on = ({"role": "user", "content": text} for text in (REQUEST, GO_ON))
+    resumed = [{"role": "assistant", "content": "a summary"}, go_on]
+    assert prompts[3] == prompt(*steps(1, 2, 3), ask)
+    assert prompts[4] == prompt(*resumed, *steps(3))
+    assert prompts[7] == prompt(*resumed, *steps(3, 4, 5, 6), ask)
+    assert prompts[8] == prompt(*resumed, *steps(6))
+    assert prompts[-1] == prompt(*resumed, *steps(6, 7, 8, 9, 10))
+    assert rollout.reward == 1.0
+
+
+def test_a_frozen_summary_is_context():
+    """The control is the same episode whose summaries are trained."""
+    keys = {"compact_every": 3, "max_compactions": 2}
+    prompts, trained = seen(keys)
+    policy, frozen = scripted({**keys, "train_summary": False})
+    assert [asked for asked, _ in policy.seen] == prompts
+    assert sampled_of(frozen) == [one for one in sampled_of(trained) if CHAT.said("a summary") != one[1]]
+    assert len(sampled_of(trained)) == len(sampled_of(frozen)) + 2
+    sequences = sequences_of(frozen, 1.0, 1, PRESETS["dis"].reduction)
+    assert sum(int((one.columns["policy"] > 0).sum()) for one in sequences) == frozen.tree.num_sampled
+
+
+def test_a_value_is_carried_by_summaries_alone():
+    """The control is the conversation that keeps everything."""
+    memory = make("memory")
+    task = memory.task(1, 1)
+    told = f"<tool_response>{task.data['value']}</tool_response>"
+    for context, is_there in (None, True), ({"compact_every": 24}, False):
+        script = [f"{one.content}<|user|>" for one in memory.oracle(task)]
+        policy = ScriptedPolicy(settings(context), CHAT, script, "?<|user|>")
+        assert play(policy, CHAT, task, memory.reset).reward == 1.0
+        last, _ = policy.seen[-1]
+        assert (told in CHAT.tokenizer.decode(last)) == is_there
 
 
 def test_compactions_are_bounded():
@@ -275,7 +318,9 @@ def test_the_figure_is_what_a_pass_over_the_tree_computes():
         ((), "give keep_recent, discard_above or both"),
         (("keep_recent=5", "compact_below=100"), "give keep_recent, discard_above or both"),
         (("discard_above=100", "fold_at=9"), "fold_at has no effect without keep_recent"),
-        (("keep_recent=5", "keep_steps=1"), "keep_steps has no effect without compact_below"),
+        (("keep_recent=5", "keep_steps=1"), "keep_steps has no effect without compact_below or compact_every"),
+        (("keep_recent=5", "train_summary=false"), "train_summary has no effect without"),
+        (("compact_below=100", "compact_every=9"), "compact_below or compact_every alone"),
         (("keep_recent=5", "fold_at=5"), "fold_at 5 must be above keep_recent 5"),
         (("discard_above=128",), "context.discard_above 128 must be below max_model_len 128"),
         (("keep=5",), "no such key"),

@@ -35,7 +35,7 @@ def test_episodes_in_workers_are_those_of_this_process():
     random = Random(20261126)
     print("seed 20261126")
     guess = make("guess")
-    replies = [[guess.random_reply(guess.task(0, 0), random) for _ in range(4)] for _ in range(30)]
+    replies = [[guess.random_reply(guess.task(0, 0), random, "") for _ in range(4)] for _ in range(30)]
 
     async def run() -> list[Turn]:
         async with EnvironmentWorkers(["guess"], num_workers=2) as workers:

@@ -8,6 +8,7 @@ from glm5.common.errors import ConfigError
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.environments.play import play_oracle, play_solution
 from glm5.rl.environments.table import make
+from glm5.rl.rollouts.conversation import GO_ON, REQUEST
 from glm5.rl.shown import shown_examples
 from tests.support.rl_recipe import small_recipe
 
@@ -43,6 +44,24 @@ def test_replies_of_the_named_tasks_are_marked(builder):
     prompt = builder.tokenizer.decode(examples[3][0])
     assert "<|system|>A game<|user|>" in prompt
     assert len(examples[3][0]) < len(prompt) / 3  # the tokenizer has learnt the list of tools
+
+
+def test_summaries_are_shown_with_random_words(tmp_path):
+    """Each reply once, where a rollout would have it; a summary says one of the values, whichever is to be kept."""
+    settings = 'environment=[{name="memory",shown={first_task=0,level=1}}]', "rollouts.context={compact_every=24}"
+    of_memory = PolicyBuilder(small_recipe(tmp_path, *settings, "model.config.vocab_size=400"), tmp_path)
+    with shown_examples(of_memory.recipe, of_memory.assets) as shown:
+        examples = list(islice(shown, 32))
+    decode, summaries = of_memory.tokenizer.decode, list[str]()
+    for (before, marks), (after, marks_after) in zip(examples[::2], examples[1::2], strict=True):
+        told = decode([i for i, mark in zip(before, marks, strict=True) if mark])
+        assert told[: -len("a<|user|>")] == "ok<|user|>" * 24
+        assert decode(before).count(REQUEST) == 1
+        summaries.append(told.removesuffix("<|user|>")[-1])
+        assert f"{summaries[-1]}<|user|>{GO_ON}" in decode(after)
+        assert sum(marks_after) == sum(marks) - 2 * 20
+    assert set(summaries) == set("ab")
+    assert set(summaries[::2]) == set("ab")  # of tasks with one value
 
 
 def test_what_only_a_sandbox_can_play_is_refused(tmp_path):

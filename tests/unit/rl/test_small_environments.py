@@ -1,4 +1,4 @@
-"""Digits, grid and tiny terminal: optima, floors, what earns nothing. Small environments' random replies are legal."""
+"""Digits, grid, tiny terminal and memory: optima, floors, what earns nothing. Random replies are legal."""
 
 from itertools import product
 from random import Random
@@ -6,11 +6,12 @@ from random import Random
 import pytest
 
 from glm5.rl.environments.grid import LEVELS, MAX_STEPS, MOVES, NUM_TURNS, shortest_way
+from glm5.rl.environments.memory import CHANCE, GO_ON, STEPS, VALUES
 from glm5.rl.environments.play import play, play_oracle, play_randomly
 from glm5.rl.environments.protocol import Reply
 from glm5.rl.environments.table import make
 
-SMALL = ["guess", "guess-crash", "reverse", "sort", "grid", "tiny-terminal"]
+SMALL = ["guess", "guess-crash", "reverse", "sort", "grid", "tiny-terminal", "memory"]
 
 
 def reward_of(environment, task, *said):
@@ -99,3 +100,24 @@ def test_a_tiny_shell_shows_and_changes_files():
     assert len({tiny.task(seed, 0).key for seed in range(10_800)}) == 10_800
     keys = {tiny.task(2**40 + seed, 0).key for seed in range(128)}  # those that recipes/rl-terminal.toml holds out
     assert not keys & {tiny.task(seed, 0).key for seed in range(2048)}
+
+
+@pytest.mark.parametrize("level", range(len(STEPS)))
+def test_a_value_is_told_once_and_asked_for_at_the_end(level):
+    memory, on_the_way = make("memory"), [GO_ON] * STEPS[level]
+    tasks = [memory.task(seed, level) for seed in range(10)]
+    for value in VALUES:  # whoever has forgotten it
+        assert sum(reward_of(memory, task, *on_the_way, value) for task in tasks) == CHANCE * len(tasks)
+    (chat,) = play_oracle(memory, tasks[1]).conversations
+    assert [one["content"] for one in chat if one["role"] == "user"] == ["Remember"]
+    told = [one["content"] for one in chat if one["role"] == "tool"]
+    assert len(told) == STEPS[level]
+    assert [said in VALUES for said in told] == [True] + [False] * (STEPS[level] - 1)
+
+
+@pytest.mark.parametrize("said", ["", "b", "OK", "ok ok"])
+def test_replies_on_the_way_carry_nothing(said):
+    memory = make("memory")
+    task = memory.task(1, 0)
+    assert reward_of(memory, task, GO_ON, said) == 0.0
+    assert reward_of(memory, task, *[GO_ON] * STEPS[0], said) == float(said == task.data["value"])
