@@ -1,7 +1,7 @@
 """What the changes of a training step take of all weights, as files: `python -m tests.support.delta_bytes`.
 
-Supervised steps of `recipes/rl-guess.toml` with AdamW and usual initial weights; the first steps, whose changes are larger,
-are left out. Copies in bfloat16 of weights in float32 are what engines get.
+Supervised steps of `recipes/rl-guess.toml` with AdamW and usual initial weights; the first steps, whose changes are
+larger, are left out. Copies in bfloat16 of weights in float32 are what engines get.
 """
 
 from itertools import islice
