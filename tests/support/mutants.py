@@ -100,15 +100,15 @@ def _without(place: int):
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """TimeoutError in the block where it takes longer: some variants have no end."""
+    """TimeoutError in the block where it takes more processor time: some variants have no end."""
 
     def end(*_: object) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

@@ -8,12 +8,13 @@ The dispatcher and the sink are the real ones. What happened is checked from out
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from random import Random
 from types import ModuleType
 from typing import Any
 
-from glm5.common.errors import TrainingError
+from glm5.common.errors import ConfigError, TrainingError
 from glm5.rl.environments import mixture
 from glm5.rl.environments.protocol import EXCLUDED, Task
 from glm5.rl.orchestrator import dispatcher, sink
@@ -197,6 +198,8 @@ class Simulation:
                     self.weights[-1][1] | {name: self.random.choice([0.5, 4.0])},
                 )
                 assert first == len(self.turns)
+                for wrong in ({}, weights | {name: 0.0}):
+                    _must_raise(ConfigError, partial(self.mixture.change, first), wrong)
                 self.mixture.change(first, weights)
                 self.weights = [one for one in self.weights if one[0] < first] + [(first, weights)]
             case "concurrency":
@@ -423,7 +426,7 @@ class Simulation:
         assert num_trained + covered.total() + len(self.open) == self._num_admitted()
 
 
-def _must_raise(kind: type[Exception], call: Callable[[int], object], argument: int) -> None:
+def _must_raise(kind: type[Exception], call: Callable[[Any], object], argument: Any) -> None:
     try:
         call(argument)
     except kind:

@@ -2,7 +2,6 @@
 refused by name and changes nothing."""
 
 import json
-import random
 
 import pytest
 import torch
@@ -75,7 +74,7 @@ def test_an_engine_follows_by_whole_versions_and_by_changes(tmp_path):
     held = apply(folder.publish(theirs.state_dict(), 1), ours, (0, None))
     assert_equal(ours, theirs)
     whole = folder.num_bytes
-    for version in (2, 3, 7):
+    for version in (2, 7):
         marker = folder.publish(moved(theirs, seed=version).state_dict(), version)
         assert folder.num_bytes < 0.06 * whole
         held = apply(marker, ours, held)
@@ -96,8 +95,10 @@ def test_an_engine_follows_by_whole_versions_and_by_changes(tmp_path):
     assert_equal(late, theirs)
     again = folder.publish(moved(theirs, seed=9).state_dict(), 8)  # for engines that were started anew
     apply(again, random_model(5), (0, None))
+    (tmp_path / "weights" / ".00000009-1f0e9a52.0123abcd.part").mkdir()  # of a sender that was killed
+    (tmp_path / "weights" / "notes").mkdir()
     sender(tmp_path)
-    assert not list((tmp_path / "weights").iterdir())
+    assert [one.name for one in (tmp_path / "weights").iterdir()] == ["notes"]
 
 
 def test_ranks_take_their_parts_of_changes(tmp_path):
@@ -142,10 +143,10 @@ def test_damage_is_named_and_nothing_changes(tmp_path, deltas, rng):
     for raw in (b"", b"{", b"[" * 100_000, content[marker].replace(b'"version":2', b'"version":"two"')):
         marker.write_bytes(raw)
         refused()
-    for _ in range(10):
-        file = rng.choice(files) if isinstance(rng, random.Random) else files[int(rng.integers(len(files)))]
+    for _ in range(4):
+        file = rng.choice(files)
         raw = bytearray(content[file])
-        raw[len(raw) * 2 // 3] ^= 1
+        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
         file.write_bytes(raw)
         refused()
     files[0].write_bytes(content[files[0]][:-1])

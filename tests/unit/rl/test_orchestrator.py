@@ -14,9 +14,9 @@ NUM_SCHEDULES = 40
 EQUIVALENT = {
     "other sign: self.next_number += 1": "numbers need only differ from each other",
     "one more: self.next_number += 1": "numbers need only differ from each other",
-    "any for all: if not weights or not all((0 < weight < float('inf') for weight in weights.values())):": (
-        "schedules have no wrong weights; tests of mixtures have"
-    ),
+    "one more: _STEP = 11400714819323198485": "only evens out a little less",
+    "one more: self.change(0, weights)": "draw 0 is the first environment's, whatever the weights",
+    "GtE turned: while self.changes and self.changes[-1][0] >= first:": "the later of two changes at a draw holds",
     "other sign: return names[min(bisect_right(ends, place), len(names) - 1)]": "only rounding gets there",
 }
 
