@@ -3,6 +3,7 @@
 Where there is no GPU, Triton kernels run under Triton's interpreter, on the CPU.
 """
 
+import gc
 import logging
 import os
 import random
@@ -18,10 +19,17 @@ def pytest_addoption(parser):
 
 def pytest_configure():
     """Triton looks when it is first imported, which any package may do, and when a kernel is defined."""
+    gc.disable()  # until all is imported and collected: it took a quarter of that time, and found nothing
     import torch
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_finish():
+    """What is there by now stays, so that no garbage collection of a test visits it."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -32,7 +32,7 @@ def test_agrees_with_the_reference(monkeypatch, gen, tmp_path):
         assert rel_rms(got, fp8_linear(x.double(), weight, impl="reference")) > BUDGET
 
 
-@pytest.fixture(params=[0, 7], ids=["steady", "stalling"])
+@pytest.fixture(params=[pytest.param(0, marks=pytest.mark.long), 7], ids=["steady", "stalling"])
 def rows_on_cpu(request, monkeypatch, tmp_path):
     def kernel(blocks, device):
         constants = cuda_rows.constants(blocks)

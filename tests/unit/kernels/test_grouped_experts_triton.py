@@ -38,8 +38,15 @@ def run(case, way, *, with_shared, **cut):
     return run(*case[:5], case.shared if with_shared else None, tiling=tiling)
 
 
-@pytest.mark.parametrize("with_shared", [True, False])
-@pytest.mark.parametrize(("way", "shape"), [(way, shape) for way in FEW for shape in FEW[way]], ids=str)
+@pytest.mark.parametrize(
+    ("way", "shape", "with_shared"),
+    [
+        *((way, shape, True) for way in FEW for shape in FEW[way]),
+        *((way, FEW[way][0], False) for way in FEW),
+        *(pytest.param(way, shape, False, marks=pytest.mark.slow) for way in FEW for shape in FEW[way][1:]),
+    ],
+    ids=str,
+)
 def test_few_tokens_agree_with_float64(way, shape, with_shared, gen):
     case = make_experts(*shape, gen)
     got = run(case, way, with_shared=with_shared)
@@ -56,7 +63,9 @@ def test_many_tokens_agree_with_the_reference(shape, block_f, gen):
 
 
 @pytest.mark.parametrize(
-    ("shape", "block_f", "block_t"), [((90, 3, 2, 136, 72), 128, 128), ((9, 3, 2, 72, 600), 64, 64)], ids=str
+    ("shape", "block_f", "block_t"),
+    [((90, 3, 2, 136, 72), 128, 128), pytest.param((9, 3, 2, 72, 600), 64, 64, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_very_many_tokens_agree_with_the_reference(shape, block_f, block_t, gen):
     case = make_experts(*shape, gen)
