@@ -21,6 +21,7 @@ from glm5.rl.swe.make import make_tasks
 from glm5.rl.swe.mutations import mutations
 from glm5.rl.swe.outcomes import canary, with_canaries
 from glm5.rl.swe.package import is_test, program, read_source
+from glm5.rl.swe.package import test_files as collected
 from tests.support.software import IN_FOLDER, IN_PROCESS, RIGHT, WRONG, git, write_package, write_repository
 
 
@@ -93,6 +94,10 @@ async def f(a, b, c=3, *, d=None):
 def test_what_is_a_test_and_what_the_program(tmp_path):
     files = read_source(write_package(tmp_path / "sums-1.0"))
     assert list(program(files)) == ["sums/__init__.py"]
+    assert collected({"a/tests.py": b"", "a/b_test.py": b"", "a/conftest.py": b"", "a/tests/data.py": b""}) == [
+        "a/b_test.py",
+        "a/tests.py",
+    ]
     assert is_test("a/tests/data.json")
     assert is_test("a/test_b.py")
     assert not is_test("a/testament.py")
