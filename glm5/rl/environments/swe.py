@@ -160,7 +160,7 @@ class Software(Environment):
 
     def _fails_where_it_must(self, files: dict[str, bytes], wanted: Sequence[str], canaries: Sequence[str]) -> bool:
         """All tests run again, or a program could tell this box from the other by their number."""
-        outcomes = self._outcomes(with_canaries(files, _files_of(wanted)), wanted)
+        outcomes = self._outcomes(with_canaries(files), wanted)
         return all(outcomes.get(name) == "failed" for name in canaries)
 
     def _outcomes(self, files: dict[str, bytes], names: Sequence[str]) -> dict[str, str]:

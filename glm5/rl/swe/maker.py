@@ -112,7 +112,7 @@ class Maker:
         """Tests that pass twice, and call the program."""
         both = self.ran(files, collected, [{"is_traced": True}, {}], seconds=seconds)
         traced, again = both if len(both) == 2 else ({}, {})
-        (wrong,) = self.ran(with_canaries(files, collected), collected, seconds=seconds, options=QUIET) or [{}]
+        (wrong,) = self.ran(with_canaries(files), collected, seconds=seconds, options=QUIET) or [{}]
         own, found = program(files), dict[str, Test]()
         for name, one in again.items():
             if one.outcome == "passed" and (first := traced.get(name)) and first.outcome == "passed" and first.called:

@@ -17,7 +17,7 @@ import msgspec
 
 from glm5.common.errors import ConfigError
 from glm5.rl.sandbox.sandbox import Sandbox
-from glm5.rl.swe.package import roots
+from glm5.rl.swe.package import is_test, roots
 
 RUNTIME = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "py")
 MODE = py_compile.PycInvalidationMode.UNCHECKED_HASH
@@ -91,11 +91,12 @@ class _Canary(ast.NodeTransformer):
     """Tests in which every claim is wrong."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        test = node.test
-        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq):
-            test.comparators[0] = _expression("object()")
-        else:
-            node.test = ast.UnaryOp(ast.Not(), test)
+        match node.test:
+            case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):  # what equals everything may be either
+                equal = [ast.Compare(side, [ast.Eq()], [_expression("object()")]) for side in (left, right)]
+                node.test = ast.BoolOp(ast.Or(), list[ast.expr](equal))
+            case test:
+                node.test = ast.UnaryOp(ast.Not(), test)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -116,7 +117,7 @@ def _expression(text: str) -> ast.expr:
     return ast.parse(text, mode="eval").body
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def canary(content: bytes) -> bytes:
     """A test file with the same tests, that must fail; one that cannot be read stays as it is."""
     try:
@@ -125,6 +126,7 @@ def canary(content: bytes) -> bytes:
         return content
 
 
-def with_canaries(files: Mapping[str, bytes], names: Sequence[str]) -> dict[str, bytes]:
-    """The files, in which these test files have canaries."""
+def with_canaries(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files, in which those of tests, and what they import beside them, have canaries."""
+    names = [path for path in files if path.endswith(".py") and is_test(path) and not path.endswith("conftest.py")]
     return {**files, **{name: canary(files[name]) for name in names}}

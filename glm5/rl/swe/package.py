@@ -13,7 +13,7 @@ from glm5.common.errors import ConfigError
 
 MAX_FILES, MAX_BYTES, MAX_FILE = 5_000, 60_000_000, 4_000_000
 _TEST = re.compile(r"(^|/)(tests?|testing)/|(^|/)(test_[^/]*|[^/]*_tests?|conftest|tests?)\.py$")
-_COLLECTED = re.compile(r"(^|/)(test_[^/]*|[^/]*_tests?)\.py$")
+_COLLECTED = re.compile(r"(^|/)(test_[^/]*|[^/]*_tests?|tests?)\.py$")
 _NO_PROGRAM = re.compile(r"^(docs?|examples?|benchmarks?|bench|tools|scripts|setup\.py|tasks\.py|noxfile\.py)(/|$)")
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -18,8 +19,9 @@ from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.sandbox.sandbox import Sandbox
 from glm5.rl.swe.make import make_tasks
 from glm5.rl.swe.mutations import mutations
-from glm5.rl.swe.outcomes import canary
+from glm5.rl.swe.outcomes import canary, with_canaries
 from glm5.rl.swe.package import is_test, program, read_source
+from glm5.rl.swe.package import test_files as collected
 from tests.support.software import IN_FOLDER, IN_PROCESS, RIGHT, WRONG, git, write_package, write_repository
 
 
@@ -92,6 +94,10 @@ async def f(a, b, c=3, *, d=None):
 def test_what_is_a_test_and_what_the_program(tmp_path):
     files = read_source(write_package(tmp_path / "sums-1.0"))
     assert list(program(files)) == ["sums/__init__.py"]
+    assert collected({"a/tests.py": b"", "a/b_test.py": b"", "a/conftest.py": b"", "a/tests/data.py": b""}) == [
+        "a/b_test.py",
+        "a/tests.py",
+    ]
     assert is_test("a/tests/data.json")
     assert is_test("a/test_b.py")
     assert not is_test("a/testament.py")
@@ -99,8 +105,20 @@ def test_what_is_a_test_and_what_the_program(tmp_path):
 
 def test_a_canary_claims_the_opposite():
     text = canary(b"def test(self):\n    assert f() == 1\n    assert g()\n    self.assertEqual(f(), 1)\n")
-    assert text.decode().count("object()") == 2
+    assert text.decode().count("object()") == 3
     assert b"not g()" in text
+
+
+@pytest.mark.parametrize("claim", ["assert f() == 1", "assert 1 == f()"])
+def test_a_canary_holds_only_for_what_equals_everything(claim):
+    with pytest.raises(AssertionError):
+        exec(canary(claim.encode()), {"f": lambda: 1})
+    exec(canary(claim.encode()), {"f": lambda: mock.ANY})
+
+
+def test_claims_beside_the_tests_have_canaries_too():
+    files = with_canaries({"a/tests/common.py": b"assert x", "a/tests/conftest.py": b"assert x", "a/b.py": b"assert x"})
+    assert [path for path, text in files.items() if b"not" in text] == ["a/tests/common.py"]
 
 
 def test_tasks_and_their_gates(environment, folder, task):
