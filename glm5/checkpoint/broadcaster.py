@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.handover import Bucket, next_of, put, size_of
+from glm5.checkpoint.handover import Bucket, Buffers, Place, next_of, put, size_of
 from glm5.checkpoint.sums import checksum
 from glm5.common.errors import CheckpointError
 from glm5.parallel.broadcast import BroadcastGroup
@@ -20,13 +20,24 @@ LIMIT_SECONDS = 60.0
 """For the other processes to join, and for each bucket."""
 
 
+class OwnChannels:
+    """Channels of this process (`handover.Channels`)."""
+
+    def buffers(self, num_bytes: int) -> Buffers:
+        return Buffers(num_bytes)
+
+    def broadcaster(self, num_ranks: int, device: torch.device) -> "Broadcaster":
+        return Broadcaster(num_ranks, device)
+
+
 class Broadcaster:
     """The sender's side, for pushes to one engine of `num_ranks` ranks until one fails. Tensors are put together on
-    `device`. `port`: where the ranks meet it."""
+    `device`."""
 
     def __init__(self, num_ranks: int, device: torch.device) -> None:
         rendezvous, self._size = Rendezvous(), num_ranks + 1
-        self.device, self.port = device, rendezvous.port
+        self.device = device
+        self.place: Place = 0, (0, 0), rendezvous.port
         self._store = rendezvous.open(self._size)
         self._group: BroadcastGroup | None = None
         self._bucket: Tensor | None = None

@@ -5,6 +5,7 @@
     [algorithm]      advantages and the weight of each token         [optimizer]       config/step.py
     [evaluation]     held-out tasks                                  [records]         what is kept of rollouts
     [asynchronous]   rollouts go on while the trainer learns        [agent]           a program that plays
+    [trainer]        the processes that train
 
 Sources of the defaults: GLM-5 report, equation 1 (reasoning RL); where it is silent, the usual choice, said beside the
 field.
@@ -177,6 +178,18 @@ class Rollouts(Section):
         return self
 
 
+class TrainerSection(Section):
+    """The processes that train."""
+
+    devices: Annotated[tuple[Device, ...], Field(max_length=1024)] = ()
+    """One process for each, such as ["cuda:0", "cuda:1"] or ["cpu", "cpu"], over which weights, gradients and the
+    optimizer's state are sharded (FSDP2). Default: with asynchronous rollouts one on `device`, else none, and the run's
+    own process trains."""
+    timeout_s: Positive = 300.0
+    """Seconds without a heartbeat, or of an exchange between these processes, after which one is taken to have
+    ended."""
+
+
 class AgentSection(Section):
     """A program that plays the policy's part: an agent with tools and a loop of its own, which asks the policy through
     an API of messages (docs/rl-gateway.md). It gets the task as JSON on standard input, {"messages": [...]}, and its
@@ -276,6 +289,7 @@ class RLRecipe(Section):
     warm_start: WarmStart | None = None
     algorithm: AlgorithmSection = AlgorithmSection()
     rollouts: Rollouts = Rollouts()
+    trainer: TrainerSection = TrainerSection()
     agent: AgentSection | None = None
     """Default: the policy's replies go to the environment as they are."""
     asynchronous: Asynchronous | None = None
@@ -306,6 +320,8 @@ class RLRecipe(Section):
             raise ValueError("exact: needs rollouts.deterministic; set both, or exact = false")
         if self.exact and self.rollouts.quantization is not None:
             raise ValueError("exact: an engine with quantized weights computes otherwise; set exact = false")
+        if len(self.trainer.devices) > 1:
+            self._of_one_rank()
         if self.agent is not None and self.rollouts.context is not None:
             raise ValueError("rollouts.context: an agent edits its conversation itself; leave it out")
         if self.agent is not None and self.rollouts.guard is not None:
@@ -313,6 +329,16 @@ class RLRecipe(Section):
         if self.lr_warmup_steps >= self.steps:
             raise ValueError(f"lr_warmup_steps {self.lr_warmup_steps} must be below steps {self.steps}")
         return self
+
+    def _of_one_rank(self) -> None:
+        """Refuse what several ranks cannot do."""
+        found = {"exact": self.exact, "algorithm.reference_kl": self.algorithm.reference_kl}
+        found["algorithm.name sao, whose critic"] = self.algorithm.name == "sao"
+        for name, given in found.items():
+            if given:
+                raise ValueError(
+                    f"{name}: needs the whole model on one device; give trainer.devices one, or leave it out"
+                )
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

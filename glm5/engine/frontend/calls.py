@@ -27,8 +27,9 @@ from glm5.engine.transport.wire import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch import device as Device
 
-    from glm5.checkpoint.broadcaster import Broadcaster
+    from glm5.checkpoint.handover import Channel as PushChannel
     from glm5.checkpoint.handover import TensorStream
 
     Source = str | Path | Mapping[str, Tensor] | TensorStream
@@ -41,7 +42,7 @@ class Calls:
 
     def __init__(self, client: Client):
         self.client = client
-        self._broadcaster: Broadcaster | None = None
+        self._broadcaster: tuple[PushChannel, Device] | None = None
 
     def pause(self) -> Called:
         return self.client.call(PauseCall)
@@ -103,7 +104,7 @@ class Calls:
         pushed.add_done_callback(self._leave_failed)
         return pushed
 
-    def _broadcaster_for(self, stream: TensorStream, channel: Channel) -> Broadcaster | None:
+    def _broadcaster_for(self, stream: TensorStream, channel: Channel) -> PushChannel | None:
         """What sends the tensors by a collective, if that is the channel."""
         device, info = stream.device, self.client.info
         own = None if device is None or device.type != "cuda" else device.index
@@ -116,12 +117,12 @@ class Calls:
                 f"{f'GPUs {[*gpus]}' if gpus else 'CPUs'}; allowed: all on CPUs, or the tensors on a GPU of their own",
                 param="channel",
             )
-        from glm5.checkpoint.broadcaster import Broadcaster
+        from glm5.checkpoint.broadcaster import OwnChannels
 
-        if self._broadcaster is None or self._broadcaster.device != device:
+        if self._broadcaster is None or self._broadcaster[1] != device:
             self.close()
-            self._broadcaster = Broadcaster(info.num_ranks, device)
-        return self._broadcaster
+            self._broadcaster = (stream.channels or OwnChannels()).broadcaster(info.num_ranks, device), device
+        return self._broadcaster[0]
 
     def _leave_failed(self, push: Called) -> None:
         """The next push needs another group; this one's sender closes it."""
@@ -131,7 +132,7 @@ class Calls:
     def close(self) -> None:
         """Leave the group of the last pushes that were broadcast."""
         if self._broadcaster is not None:
-            self._broadcaster.close()
+            self._broadcaster[0].close()
 
 
 def _folder(source: str | Path) -> Path:

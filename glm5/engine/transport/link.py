@@ -27,8 +27,8 @@ import msgspec
 import zmq
 
 from glm5.common.errors import reason_of
-from glm5.engine.transport.failure import LOST, reason_of_exit, reason_of_silence
-from glm5.engine.transport.heartbeat import Silence
+from glm5.common.watching import Silence, reason_of_silence
+from glm5.engine.transport.failure import LOST, reason_of_exit
 from glm5.engine.transport.wire import INBOX, OUTBOX, Beat, Close, Dead, EngineInfo, Ready, Start, ToClient, ToEngine
 
 logger = logging.getLogger(__name__)

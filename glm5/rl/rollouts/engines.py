@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from glm5.checkpoint.handover import TensorStream
 from glm5.common.errors import EngineDead, GlmError
 from glm5.config.engine import Channel
 from glm5.config.rl import KeyPolicy
@@ -125,7 +126,7 @@ class Engines:
 
     async def update_weights(
         self,
-        source: Mapping[str, Tensor],
+        source: Mapping[str, Tensor] | TensorStream,
         *,
         policy: KeyPolicy,
         version: int,
