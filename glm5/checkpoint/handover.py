@@ -35,8 +35,8 @@ Bucket = Sequence[tuple[TensorLayout, int]]
 """Tensors that are sent together, each with its first byte."""
 
 
-Place = tuple[int, tuple[int, int], int | None]
-"""Where an engine finds buckets: a process and its file descriptors of two buffers, or the port of a broadcast."""
+Place = tuple[int, tuple[int, int], tuple[str, int] | None]
+"""Where an engine finds buckets: a process and its file descriptors of two buffers; or host and port of a broadcast."""
 
 
 class Channel(Protocol):
@@ -53,7 +53,9 @@ class Channels(Protocol):
     """Makes channels in the process that has the tensors."""
 
     def buffers(self, num_bytes: int) -> Channel: ...
-    def broadcaster(self, num_ranks: int, device: torch.device) -> Channel: ...
+    def broadcaster(self, num_ranks: int, device: torch.device, *, beyond: bool) -> Channel:
+        """`beyond`: to another machine."""
+        ...
 
 
 @dataclass(frozen=True)

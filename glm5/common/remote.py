@@ -24,9 +24,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
@@ -38,6 +39,7 @@ from glm5.common.background import in_background
 from glm5.common.errors import GlmError, ProcessEnded, named, reason_of, words_of
 from glm5.common.watching import BEAT_SECONDS, Silence, reason_of_exit, reason_of_silence
 
+CLOSED = "it was closed"
 START_SECONDS = 60.0  # to the first heartbeat, on a busy machine
 CLOSE_SECONDS = 5.0
 _LENGTH = struct.Struct(">Q")
@@ -82,7 +84,7 @@ class Remote:
             self._waiting[number] = future
             with suppress(OSError, ValueError):  # `_read` notices the end
                 assert self.process.stdin is not None
-                _write(self.process.stdin.fileno(), _LENGTH.pack(len(body)) + body)
+                _write(self.process.stdin.write, _LENGTH.pack(len(body)) + body)
         if self._ended:
             self.fail(self._ended)
         return future
@@ -104,11 +106,12 @@ class Remote:
 
     def kill(self) -> None:
         """End the process at once, and whatever it started in its group."""
+        self._ended = self._ended or CLOSED
         self._end()
 
     def close(self) -> None:
         """End the process. Closing again does nothing."""
-        self._ended = self._ended or "it was closed"
+        self._ended = self._ended or CLOSED
         with suppress(OSError), self._sending:
             assert self.process.stdin is not None
             self.process.stdin.close()
@@ -118,9 +121,13 @@ class Remote:
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    with suppress(OSError):
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def _read(of: "weakref.ref[Remote]", process: "subprocess.Popen[bytes]", watchdog_timeout: float) -> None:
@@ -164,10 +171,10 @@ def _frame(received: bytearray) -> bytes | None:
     return frame
 
 
-def _write(pipe: int, data: bytes) -> None:
+def _write(write: Callable[[memoryview], int | None], data: bytes) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(pipe, view) :]
+        view = view[write(view) or 0 :]
 
 
 class _Process:
@@ -229,7 +236,7 @@ class _Process:
 
     def _send(self, body: bytes) -> None:
         with self._sending, suppress(OSError):  # the parent has ended
-            _write(self._answers, _LENGTH.pack(len(body)) + body)
+            _write(partial(os.write, self._answers), _LENGTH.pack(len(body)) + body)
 
     def _beat(self) -> None:
         interval = threading.Event()

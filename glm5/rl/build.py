@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
 
@@ -35,11 +36,21 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 
 
-class PolicyBuilder:
-    """The parts of a run. `out`: its folder. Raises ConfigError and CheckpointError."""
+Launcher = Callable[[str], Sequence[str]]
+"""For a process that computes on a device, a command in place of Python by which it runs on another machine
+(common/elsewhere.py); none for this machine."""
 
-    def __init__(self, recipe: RLRecipe, out: Path) -> None:
-        self.recipe, self.out = recipe, out
+
+def here(_device: str) -> Sequence[str]:
+    """The `Launcher` of processes of this machine."""
+    return ()
+
+
+class PolicyBuilder:
+    """The parts of a run. `out`: its folder. `launcher`: of engines. Raises ConfigError and CheckpointError."""
+
+    def __init__(self, recipe: RLRecipe, out: Path, launcher: Launcher = here) -> None:
+        self.recipe, self.out, self._launcher = recipe, out, launcher
         self.environments = environments_of(recipe)
         self.tasks = TaskSource(recipe, self.environments)
         self.assets = self._assets()
@@ -74,6 +85,7 @@ class PolicyBuilder:
         return AsyncEngine(
             folder,
             device=device,
+            launch=self._launcher(device),
             max_model_len=cfg.max_model_len,
             max_num_seqs=at_once,
             max_num_batched_tokens=max(at_once, 2048),

@@ -17,6 +17,8 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +35,7 @@ from glm5.common.interrupt import noted_interrupt
 from glm5.config.rl import RLRecipe
 from glm5.engine import AsyncEngine
 from glm5.kernels.current_device import current
-from glm5.rl.build import PolicyBuilder
+from glm5.rl.build import Launcher, PolicyBuilder, here
 from glm5.rl.environments.workers import EnvironmentWorkers
 from glm5.rl.evaluate import evaluate
 from glm5.rl.figures import figures_of
@@ -62,6 +64,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+RESTARTS = 3
+"""Times that a run whose trainer's process ended goes on from the saved state by itself."""
 FINISHING = "the step is finished and the state written first; a second one ends the run at once"
 
 
@@ -74,9 +78,11 @@ def run(
     restart: bool = False,
     unsafe_local: bool = False,
     open_gateway: OpenGateway | None = None,
+    launcher: Launcher = here,
 ) -> Path:
     """Run a recipe to its end, or go on with it; returns the folder of the trained policy. `unsafe_local`: where no
-    sandbox can be had, what the policy writes runs without. `open_gateway`: the server that a recipe's agent asks.
+    sandbox can be had, what the policy writes runs without. `open_gateway`: the server that a recipe's agent asks. `launcher`: where
+    processes run, if not here.
 
     Raises KeyboardInterrupt after Ctrl-C, once the state is on disk.
     """
@@ -89,8 +95,16 @@ def run(
             for name in ("policy", "quantized", "tokenizer", "records"):
                 shutil.rmtree(out / name, ignore_errors=True)
         with current(device), arithmetic(recipe, device):
-            job = Run(recipe, out, device, earlier, unsafe_local=unsafe_local, open_gateway=open_gateway)
-            return job.folder if job.is_done else asyncio.run(job.run())
+            for restarts in count(1):
+                given = {"unsafe_local": unsafe_local, "open_gateway": open_gateway, "launcher": launcher}
+                job = Run(recipe, out, device, earlier, **given)
+                try:
+                    return job.folder if job.is_done else asyncio.run(job.run())
+                except (CheckpointError, TrainingError) as error:
+                    if restarts > RESTARTS or not job.trainer.has_ended:
+                        raise
+                    logger.warning("%s; it is started again from there", error)
+    raise AssertionError("unreachable")
 
 
 class Run:
@@ -105,12 +119,13 @@ class Run:
         *,
         unsafe_local: bool,
         open_gateway: OpenGateway | None,
+        launcher: Launcher = here,
     ) -> None:
-        self.recipe, self.out, self.device, self.earlier = recipe, out, device, earlier
+        self.recipe, self.out, self.device, self.earlier, self.launcher = recipe, out, device, earlier, launcher
         self.state = RunState(out, recipe)
         self.records = RecordWriter(out, recipe.records.max_gb * 2**30, recipe.records.every)
         saved = self.state.read()
-        self.builder = PolicyBuilder(recipe, out)
+        self.builder = PolicyBuilder(recipe, out, launcher)
         self.folder = out / "policy"
         self.is_done = saved is not None and saved["step"] >= recipe.steps and self.folder.exists()
         if self.is_done:
@@ -144,7 +159,7 @@ class Run:
         devices = self.recipe.trainer.devices
         if not devices and self.recipe.asynchronous is None:
             return PolicyTrainer(self.recipe, self.builder, self.device)
-        return TrainerProcesses(self.recipe, self.out, devices or (str(self.device),))
+        return TrainerProcesses(self.recipe, self.out, devices or (str(self.device),), self.launcher)
 
     def _begin(self) -> None:
         self.trainer.warm_up()
@@ -155,7 +170,8 @@ class Run:
         """Run to the end; returns the folder of the policy."""
         names = [one.name for one in self.recipe.environment]
         interrupts = noted_interrupt(FINISHING)
-        workers = EnvironmentWorkers(names, num_workers=self.recipe.workers, sandbox=self.sandbox)
+        launcher = partial(self.launcher, "cpu")
+        workers = EnvironmentWorkers(names, num_workers=self.recipe.workers, sandbox=self.sandbox, launcher=launcher)
         async with workers as self.workers:
             with Watch(self.out, self.recipe, self.number) as self.watch, interrupts as interrupted:
                 try:

@@ -48,7 +48,8 @@ class ShardedTrainer(PolicyTrainer):
         self.part = part = build(model, self.team, ParallelConfig(), dtype=dtype, compute=self.compute, mtp_depth=0)
         shards = shards_of(part.layout, self.team)
         optimizers = Optimizers(part.local, self.builder.cfg, recipe.optimizer, shards)
-        losses = LossConfig(mtp_depth=0, balance_step=recipe.balance_step, chunk=self.objective.chunk)
+        balance = {"balance_step": recipe.balance_step, "balance_weight": 0.0}
+        losses = LossConfig(mtp_depth=0, chunk=self.objective.chunk, **balance)
         self.model = part.model
         self.step = DistributedStep(part.roots[0], self.team, optimizers, losses, SPARSE, self.objective)
 

@@ -191,6 +191,11 @@ class PolicyTrainer(GroupTrainer):
         """Of the weights as the optimizer updates them."""
         return digests(self.learnt())
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether another process is to blame for an error: there is none."""
+        return False
+
     def close(self) -> None:
         """Nothing runs elsewhere."""
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from glm5.checkpoint.handover import Bucket, Place, TensorStream
 from glm5.common.errors import ConfigError, ProcessEnded, TrainingError
-from glm5.common.remote import Remote
+from glm5.common.remote import CLOSED, Remote
 from glm5.config.rl import RLRecipe
+from glm5.rl.build import Launcher, here
 from glm5.rl.rollout import Rollout
 from glm5.rl.segments import SegmentTree
 from glm5.rl.state import RunState
@@ -31,7 +32,7 @@ _LOOKS_SECONDS = 0.05
 class TrainerProcesses(GroupTrainer):
     """Has the methods of `PolicyTrainer` that a run calls, except that the state is read and written there."""
 
-    def __init__(self, recipe: RLRecipe, out: Path, devices: Sequence[str]) -> None:
+    def __init__(self, recipe: RLRecipe, out: Path, devices: Sequence[str], launcher: Launcher = here) -> None:
         super().__init__(recipe)
         num, timeout_s = len(devices), recipe.trainer.timeout_s
         self._ranks = list[Remote]()
@@ -39,8 +40,8 @@ class TrainerProcesses(GroupTrainer):
             for rank, device in enumerate(devices):
                 name = "the trainer" if num == 1 else f"rank {rank} of the trainer's {num}"
                 args = recipe, str(out), device, rank, num
-                made = Remote("glm5.rl.trainer_rank:TrainerRank", *args, name=name, watchdog_timeout=timeout_s)
-                self._ranks.append(made)
+                given = {"name": name, "watchdog_timeout": timeout_s, "launch": launcher(device)}
+                self._ranks.append(Remote("glm5.rl.trainer_rank:TrainerRank", *args, **given))
             self._together([one.ready for one in self._ranks])
             self._all("join", self._ranks[0].call("open").result())
         except BaseException:
@@ -80,6 +81,11 @@ class TrainerProcesses(GroupTrainer):
         layout, device = self._all("offer")[0]
         return TensorStream(layout, (), device, _Channels(self._ranks[0]))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether a process ended by itself, or was killed because it was silent."""
+        return any(one.ended not in ("", CLOSED) for one in self._ranks)
+
     def close(self) -> None:
         """End all processes. Closing again does nothing."""
         for one in self._ranks:
@@ -111,8 +117,8 @@ class _Channels:
     def buffers(self, num_bytes: int) -> "_Channel":
         return _Channel(self._remote, *self._remote.call("buffers", num_bytes).result())
 
-    def broadcaster(self, num_ranks: int, device: torch.device) -> "_Channel":
-        return _Channel(self._remote, *self._remote.call("broadcaster", num_ranks).result())
+    def broadcaster(self, num_ranks: int, device: torch.device, *, beyond: bool) -> "_Channel":
+        return _Channel(self._remote, *self._remote.call("broadcaster", num_ranks, beyond).result())
 
 
 class _Channel:

@@ -31,7 +31,7 @@ class TrainerRank:
     concurrent = frozenset({"fill", "send", "drop"})
 
     def __init__(self, recipe: RLRecipe, out: str, device: str, rank: int, num_ranks: int) -> None:
-        self.recipe, self.rank, self.num_ranks = recipe, rank, num_ranks
+        self.recipe, self.rank, self.num_ranks, self.beyond = recipe, rank, num_ranks, recipe.ray is not None
         device_of(device)  # raises where there is none
         index = 0 if device == "cuda" else None
         self.device = torch.device(device, index) if index is not None else torch.device(device)
@@ -42,20 +42,21 @@ class TrainerRank:
         self._tensors: dict[str, Tensor] = {}
         self._channels, self._keys = dict[int, Channel](), count()
 
-    def open(self) -> int:
-        """The port where the ranks meet, on the first of them."""
-        rendezvous = Rendezvous()
+    def open(self) -> tuple[str, int]:
+        """Host and port where the ranks meet, on the first of them."""
+        rendezvous = Rendezvous(beyond=self.beyond)
         self._store = rendezvous.open(self.num_ranks)
-        return rendezvous.port
+        return rendezvous.host, rendezvous.port
 
-    def join(self, port: int) -> None:
+    def join(self, address: tuple[str, int]) -> None:
         """Form a group with the others, and build the model."""
         if self.num_ranks == 1:
             self.trainer = PolicyTrainer(self.recipe, self.builder, self.device)
             return
-        store = store_at(port, self.num_ranks) if self.rank else self._store
-        mesh = mesh_of(ParallelConfig(), self.num_ranks)
-        team = TrainingGroup(mesh, self.rank, self.device, store, timeout_s=self.recipe.trainer.timeout_s)
+        host, port = address
+        store = store_at(port, self.num_ranks, host) if self.rank else self._store
+        mesh, given = mesh_of(ParallelConfig(), self.num_ranks), {"timeout_s": self.recipe.trainer.timeout_s}
+        team = TrainingGroup(mesh, self.rank, self.device, store, beyond=self.beyond, **given)
         self.trainer = ShardedTrainer(self.recipe, self.builder, team)
 
     def warm_up(self) -> None:
@@ -95,9 +96,9 @@ class TrainerRank:
         """A channel through host memory: its number, and where it is."""
         return self._opened(OwnChannels().buffers(num_bytes))
 
-    def broadcaster(self, num_ranks: int) -> tuple[int, Place]:
+    def broadcaster(self, num_ranks: int, beyond: bool) -> tuple[int, Place]:
         """A channel by a collective to an engine of so many ranks."""
-        return self._opened(OwnChannels().broadcaster(num_ranks, self.device))
+        return self._opened(OwnChannels().broadcaster(num_ranks, self.device, beyond=beyond))
 
     def _opened(self, channel: Channel) -> tuple[int, Place]:
         key = next(self._keys)

@@ -109,11 +109,18 @@ class Calls:
         device, info = stream.device, self.client.info
         own = None if device is None or device.type != "cuda" else device.index
         gpus = () if info.first_gpu is None else range(info.first_gpu, info.first_gpu + info.num_ranks)
-        if channel == "memory" or (channel == "auto" and (own is None or not gpus or own in gpus)):
-            return None
-        if device is None or own in gpus or (own is None) != (not gpus):
+        beyond = self.client.link.is_elsewhere
+        if beyond and channel == "memory":
             raise RequestError(
-                f"channel is 'collective', and the tensors are on {device or 'several devices'}, the engine on "
+                "channel is 'memory', and the engine is on another machine; allowed: auto or collective",
+                param="channel",
+            )
+        is_own = own in gpus and not beyond
+        if channel == "memory" or (channel == "auto" and not beyond and (own is None or not gpus or is_own)):
+            return None
+        if device is None or is_own or (own is None) != (not gpus):
+            raise RequestError(
+                f"channel is {channel!r}, by a collective, and the tensors are on {device or 'several devices'}, the engine on "
                 f"{f'GPUs {[*gpus]}' if gpus else 'CPUs'}; allowed: all on CPUs, or the tensors on a GPU of their own",
                 param="channel",
             )
@@ -121,7 +128,10 @@ class Calls:
 
         if self._broadcaster is None or self._broadcaster[1] != device:
             self.close()
-            self._broadcaster = (stream.channels or OwnChannels()).broadcaster(info.num_ranks, device), device
+            self._broadcaster = (
+                (stream.channels or OwnChannels()).broadcaster(info.num_ranks, device, beyond=beyond),
+                device,
+            )
         return self._broadcaster[0]
 
     def _leave_failed(self, push: Called) -> None:

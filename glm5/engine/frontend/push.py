@@ -35,12 +35,12 @@ def push(
         ]
         for bucket in buckets
     ]
-    pid, buffers, port = channel.place
+    pid, buffers, address = channel.place
     ids: list[int] = []
 
     def make(call_id: int) -> PushCall:
         ids.append(call_id)
-        return PushCall(call_id, pid, buffers, announced, policy, version, max_key_age, port)
+        return PushCall(call_id, pid, buffers, announced, policy, version, max_key_age, address)
 
     def send() -> None:
         tensors, unread = iter(stream.tensors), deque[Future[dict[str, Any]]]()

@@ -16,7 +16,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.resources import files
@@ -45,7 +45,8 @@ class EnvironmentWorkers:
     """Processes that run the episodes of these environments; use as an async context manager.
 
     `num_workers`: processes of each Python. `step_seconds`: time for one answer, after which its worker is killed.
-    `sandbox`: what boxes are made of; without, episodes that need one fail. Entering raises ConfigError where an
+    `sandbox`: what boxes are made of; without, episodes that need one fail. `launcher`: makes a command in place of
+    Python by which a worker runs on another machine (common/elsewhere.py). Entering raises ConfigError where an
     environment cannot be made.
     """
 
@@ -56,6 +57,7 @@ class EnvironmentWorkers:
         num_workers: int = 1,
         step_seconds: float = STEP_SECONDS,
         sandbox: Backend | None = None,
+        launcher: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._seconds = step_seconds
         common = {"folder": os.getcwd(), "sandbox": asdict(sandbox) if sandbox else None}
@@ -63,7 +65,7 @@ class EnvironmentWorkers:
         for python in dict.fromkeys(map(python_of, names)):
             path = [each or os.getcwd() for each in sys.path] if python == sys.executable else [os.getcwd()]
             own = [name for name in names if python_of(name) == python]
-            self._slots += [_Slot(python, common | {"names": own, "path": path}) for _ in range(num_workers)]
+            self._slots += [_Slot(python, common | {"names": own, "path": path}, launcher) for _ in range(num_workers)]
         self._numbers = count()
 
     async def __aenter__(self) -> Self:
@@ -184,8 +186,8 @@ def _kind_of(task: Task) -> Kind:
 class _Slot:
     """A worker, and the next one after it has died."""
 
-    def __init__(self, python: str, settings: Mapping[str, Any]) -> None:
-        self.python, self.num_episodes = python, 0
+    def __init__(self, python: str, settings: Mapping[str, Any], launcher: Callable[[], Sequence[str]]) -> None:
+        self.python, self.num_episodes, self._launcher = python, 0, launcher
         self._settings, self._starting = settings, asyncio.Lock()
         self._worker: _Worker | None = None
 
@@ -193,7 +195,9 @@ class _Slot:
         """The running worker. Raises EpisodeFailed where none can be started."""
         async with self._starting:
             if self._worker is None or self._worker.is_gone:
-                self._worker = await _Worker.start(self.python, self._settings)
+                launch = await asyncio.to_thread(self._launcher)
+                python = [*launch, "--python", self.python] if launch else [self.python]
+                self._worker = await _Worker.start(python, self._settings)
             return self._worker
 
     async def close(self) -> None:
@@ -215,11 +219,11 @@ class _Worker:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, python: str, settings: Mapping[str, Any]) -> "_Worker":
+    async def start(cls, python: Sequence[str], settings: Mapping[str, Any]) -> "_Worker":
         home = Path(str(files("glm5"))).parent
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            python, "-m", __name__.removesuffix("s"), cwd=home, stdin=pipe, stdout=pipe, process_group=0
+            *python, "-m", __name__.removesuffix("s"), cwd=home, stdin=pipe, stdout=pipe, process_group=0
         )
         worker = cls(process)
         try:
