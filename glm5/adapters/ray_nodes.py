@@ -61,8 +61,8 @@ class RayNodes:
         except self._ray.exceptions.GetTimeoutError:
             self._ray.kill(actor)
             raise ConfigError(
-                f"ray: no node has a free CPU{' and GPU' if needs['num_gpus'] else ''} for another process; the cluster "
-                f"has {self._ray.available_resources()} left; start more nodes or fewer processes"
+                f"ray: no node has a free CPU{' and GPU' if needs['num_gpus'] else ''} for another process; left are "
+                f"{self._ray.available_resources()}; start more nodes or fewer processes"
             ) from None
         actor.serve.remote()
         self._actors.append(actor)

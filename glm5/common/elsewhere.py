@@ -77,6 +77,12 @@ class _Carried:
                 self._wire.send(_OPEN, number=number)
                 self._add(number, end)
 
+    def close(self) -> None:
+        for end in (self._server, *self._ends.values()):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
     def _add(self, number: int, end: socket.socket) -> None:
         self._ends[number] = end
         _thread(lambda: _pump(lambda: end.recv(_CHUNK), self._wire, _DATA, _SHUT, number))
@@ -111,7 +117,8 @@ class Host:
 
     def serve(self) -> None:
         """Wait for the stand-in, and run the process to its end."""
-        self._listener._listener._socket.settimeout(MEET_SECONDS)  # pyright: ignore
+        listener: Any = self._listener
+        listener._listener._socket.settimeout(MEET_SECONDS)
         link = None
         while link is None:
             with suppress(AuthenticationError):
@@ -125,6 +132,7 @@ class Host:
         except (OSError, EOFError):
             return
         finally:
+            link.close()
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -134,19 +142,13 @@ def _run(wire: _Wire, folder: Path, *, python: str | None, arguments: list[str],
         carried = _Carried(wire, folder, sockets[2], sockets[1], 1)
         arguments = [str(folder) if one == sockets[0] else one for one in arguments]
     pipe, home = subprocess.PIPE, Path(str(files("glm5"))).parent
-    process = subprocess.Popen(
-        [python or sys.executable, *arguments],
-        cwd=home,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        process_group=0,
-        bufsize=0,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    outputs = [(process.stdout, _STDOUT), (process.stderr, _STDERR)]
+    command = [python or sys.executable, *arguments]
+    process = subprocess.Popen(command, cwd=home, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0, bufsize=0)
+    stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
+    assert stdin is not None
+    assert stdout is not None
+    assert stderr is not None
+    outputs = [(stdout, _STDOUT), (stderr, _STDERR)]
     pumps = [_thread(lambda f=f, kind=kind: _pump(lambda: f.read(_CHUNK), wire, kind)) for f, kind in outputs]
 
     def end() -> None:
@@ -156,24 +158,33 @@ def _run(wire: _Wire, folder: Path, *, python: str | None, arguments: list[str],
         wire.send(_EXIT, str(code).encode())
 
     def hand_over() -> None:
-        while True:
-            kind, number, data = received.get()
+        while (message := received.get()) is not None:
+            kind, number, data = message
             if kind in (_STDIN, _STDIN_END):
-                with suppress(OSError):
+                with suppress(OSError, ValueError):
                     stdin.write(data) if kind == _STDIN else stdin.close()
             elif carried is not None:
                 carried.handle(kind, number, data)
 
-    received, stdin = SimpleQueue[tuple[int, int, bytes]](), process.stdin
+    received = SimpleQueue[tuple[int, int, bytes] | None]()
     _thread(end)
     _thread(hand_over)  # it may block for as long as the process is stopped
     try:
-        while process.poll() is None:
+        while True:
             received.put(wire.receive())
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        received.put(None)
+        for one in pumps:
+            one.join(1.0)
+        for file in (stdin, stdout, stderr):
+            with suppress(OSError):
+                file.close()
+        if carried is not None:
+            carried.close()
 
 
 def _pump(read: Callable[[], bytes | None], wire: _Wire, kind: int, at_end: int | None = None, number: int = 0) -> None:

@@ -257,7 +257,7 @@ class RLRecipe(Section):
     """Folder of the run. Default: runs/NAME."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
-    ray: Name | None = None
+    ray: Annotated[str, Field(min_length=1, max_length=300)] | None = None
     """Address of a Ray cluster ("auto": the one of this machine), whose nodes run engines, environment workers and the
     trainer. They need this folder's files under the same paths. Default: all run here. Needs the extra ray."""
     threads: Workers | None = None

@@ -81,8 +81,8 @@ def run(
     launcher: Launcher = here,
 ) -> Path:
     """Run a recipe to its end, or go on with it; returns the folder of the trained policy. `unsafe_local`: where no
-    sandbox can be had, what the policy writes runs without. `open_gateway`: the server that a recipe's agent asks. `launcher`: where
-    processes run, if not here.
+    sandbox can be had, what the policy writes runs without. `open_gateway`: the server that a recipe's agent asks.
+    `launcher`: runs processes on other machines.
 
     Raises KeyboardInterrupt after Ctrl-C, once the state is on disk.
     """

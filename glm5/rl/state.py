@@ -20,19 +20,8 @@ from glm5.train.sharded_state import DAMAGED, check_bytes, damaged
 from glm5.train.state import first_difference, writing_to
 
 CHANGEABLE_KEYS = {
-    *(
-        "out",
-        "device",
-        "ray",
-        "trainer",
-        "peak_tflops",
-        "steps",
-        "workers",
-        "records",
-        "evaluation",
-        "tensorboard",
-        "wandb",
-    )
+    *("out", "device", "ray", "trainer", "peak_tflops", "steps", "workers", "records", "evaluation"),
+    *("tensorboard", "wandb"),
 }
 """Keys of a recipe that may change when a run is resumed."""
 

@@ -120,7 +120,7 @@ class Calls:
             return None
         if device is None or is_own or (own is None) != (not gpus):
             raise RequestError(
-                f"channel is {channel!r}, by a collective, and the tensors are on {device or 'several devices'}, the engine on "
+                f"the channel is a collective, and the tensors are on {device or 'several devices'}, the engine on "
                 f"{f'GPUs {[*gpus]}' if gpus else 'CPUs'}; allowed: all on CPUs, or the tensors on a GPU of their own",
                 param="channel",
             )
