@@ -18,7 +18,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,8 +63,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RESTARTS = 3
-"""Times that a run whose trainer's process ended goes on from the saved state by itself."""
 FINISHING = "the step is finished and the state written first; a second one ends the run at once"
 
 
@@ -84,7 +81,8 @@ def run(
     sandbox can be had, what the policy writes runs without. `open_gateway`: the server that a recipe's agent asks.
     `launcher`: runs processes on other machines.
 
-    Raises KeyboardInterrupt after Ctrl-C, once the state is on disk.
+    Where a process of the trainer ends, the run goes on from its saved state, once from each. Raises KeyboardInterrupt
+    after Ctrl-C, once the state is on disk.
     """
     out, device = recipe.folder, device_of(recipe.device)
     with locked(out):
@@ -95,16 +93,17 @@ def run(
             for name in ("policy", "quantized", "tokenizer", "records"):
                 shutil.rmtree(out / name, ignore_errors=True)
         with current(device), arithmetic(recipe, device):
-            for restarts in count(1):
+            lost_at = -1
+            while True:
                 given = {"unsafe_local": unsafe_local, "open_gateway": open_gateway, "launcher": launcher}
                 job = Run(recipe, out, device, earlier, **given)
                 try:
                     return job.folder if job.is_done else asyncio.run(job.run())
                 except (CheckpointError, TrainingError) as error:
-                    if restarts > RESTARTS or not job.trainer.has_ended:
+                    if not job.trainer.has_ended or job.saved == lost_at:
                         raise
-                    logger.warning("%s; it is started again from there", error)
-    raise AssertionError("unreachable")
+                    lost_at = job.saved
+                    logger.warning("%s; it goes on from there", error)
 
 
 class Run:

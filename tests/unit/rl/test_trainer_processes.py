@@ -145,7 +145,7 @@ def test_a_run_goes_on_after_its_trainer_has_ended(done, tmp_path, monkeypatch, 
     monkeypatch.setattr(Run, "_train", ending)
     run(small_recipe(tmp_path, 'trainer.devices=["cpu"]', "trainer.timeout_s=5"))
     assert "The state of step 2 is in" in caplog.text
-    assert "it is started again from there" in caplog.text
+    assert "it goes on from there" in caplog.text
     assert weights_of(tmp_path / "run") == weights_of(done / "run")
     assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3]
     assert not Path(f"/proc/{pids[0]}").exists()
