@@ -25,7 +25,7 @@ from glm5.common.progress import Progress
 from glm5.config.bench_off_policy import BenchOffPolicyConfig
 from glm5.config.rl import RLRecipe, read_rl_recipe
 from glm5.rl.loop import Run
-from glm5.rl.trainer import arithmetic
+from glm5.rl.trainer import PolicyTrainer, arithmetic
 from glm5.rl.watch import FILE, read_lines
 from glm5.train.state import locked
 
@@ -74,8 +74,12 @@ class LaggedRun(Run):
         super().__init__(recipe, recipe.folder, torch.device("cpu"), unsafe_local=False, open_gateway=None)
         self.rollouts, self._pushed = None, dict[int, dict[str, Tensor]]()
 
+    def _trainer(self) -> PolicyTrainer:
+        return PolicyTrainer(self.recipe, self.builder, self.device)
+
     def _due(self) -> tuple[int, Mapping[str, Tensor]]:
-        version, weights = super()._due()
+        version, weights = self.recipe.version_at(self.number), self.trainer.weights()
+        assert isinstance(weights, Mapping), "the trainer is in this process"
         if self.number == self.recipe.steps:
             return self.number, weights
         assert self.recipe.asynchronous is not None, "it says how old"

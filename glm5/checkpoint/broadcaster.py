@@ -10,23 +10,34 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from glm5.checkpoint.handover import Bucket, next_of, put, size_of
+from glm5.checkpoint.handover import Bucket, Buffers, Place, next_of, put, size_of
 from glm5.checkpoint.sums import checksum
 from glm5.common.errors import CheckpointError
 from glm5.parallel.broadcast import BroadcastGroup
-from glm5.parallel.rendezvous import Rendezvous, store_at
+from glm5.parallel.rendezvous import LOOPBACK, Rendezvous, store_at
 
 LIMIT_SECONDS = 60.0
 """For the other processes to join, and for each bucket."""
 
 
+class OwnChannels:
+    """Channels of this process (`handover.Channels`)."""
+
+    def buffers(self, num_bytes: int) -> Buffers:
+        return Buffers(num_bytes)
+
+    def broadcaster(self, num_ranks: int, device: torch.device, *, beyond: bool) -> "Broadcaster":
+        return Broadcaster(num_ranks, device, beyond=beyond)
+
+
 class Broadcaster:
     """The sender's side, for pushes to one engine of `num_ranks` ranks until one fails. Tensors are put together on
-    `device`. `port`: where the ranks meet it."""
+    `device`. `beyond`: the engine is on another machine."""
 
-    def __init__(self, num_ranks: int, device: torch.device) -> None:
-        rendezvous, self._size = Rendezvous(), num_ranks + 1
-        self.device, self.port = device, rendezvous.port
+    def __init__(self, num_ranks: int, device: torch.device, *, beyond: bool = False) -> None:
+        rendezvous, self._size = Rendezvous(beyond=beyond), num_ranks + 1
+        self._device, self._beyond = device, beyond
+        self.place: Place = 0, (0, 0), (rendezvous.host, rendezvous.port)
         self._store = rendezvous.open(self._size)
         self._group: BroadcastGroup | None = None
         self._bucket: Tensor | None = None
@@ -36,7 +47,7 @@ class Broadcaster:
         """Put the next tensors together, as the bucket says; `which` has no meaning. Returns the checksum. Raises
         CheckpointError where the device has no room."""
         given = next_of(tensors, bucket)
-        self._bucket = _room(size_of(bucket), self.device)
+        self._bucket = _room(size_of(bucket), self._device)
         put(self._bucket, bucket, given)
         return checksum(self._bucket)
 
@@ -44,8 +55,8 @@ class Broadcaster:
         """Broadcast it. Raises GlmError where the engine has ended or does not receive, or `is_wanted` is false."""
         assert self._bucket is not None, "nothing was put together"
         if self._group is None:
-            device, limit = self.device, LIMIT_SECONDS
-            self._group = BroadcastGroup(self._store, 0, self._size, device, timeout_s=limit, is_wanted=is_wanted)
+            given = {"timeout_s": LIMIT_SECONDS, "is_wanted": is_wanted, "beyond": self._beyond}
+            self._group = BroadcastGroup(self._store, 0, self._size, self._device, **given)
         self._group.broadcast(self._bucket, is_wanted)
         self._bucket = None
 
@@ -57,10 +68,10 @@ class Broadcaster:
 
 
 class Receiver:
-    """The side of the engine's rank `rank` of `num_ranks`, which meets the sender at `port`."""
+    """The side of the engine's rank `rank` of `num_ranks`, which meets the sender at `address`, host and port."""
 
-    def __init__(self, port: int, rank: int, num_ranks: int, device: torch.device) -> None:
-        self.port, self._rank, self._size, self._device = port, rank, num_ranks + 1, device
+    def __init__(self, address: tuple[str, int], rank: int, num_ranks: int, device: torch.device) -> None:
+        self.address, self._rank, self._size, self._device = address, rank, num_ranks + 1, device
         self._group: BroadcastGroup | None = None
         self._received: dict[int, Tensor] = {}
 
@@ -69,8 +80,10 @@ class Receiver:
         sender has ended, and CheckpointError where the device has no room."""
         if number not in self._received:
             if self._group is None:
-                store, limit = store_at(self.port, self._size), LIMIT_SECONDS
-                self._group = BroadcastGroup(store, self._rank + 1, self._size, self._device, timeout_s=limit)
+                host, port = self.address
+                store, beyond = store_at(port, self._size, host), host != LOOPBACK
+                given = {"timeout_s": LIMIT_SECONDS, "beyond": beyond}
+                self._group = BroadcastGroup(store, self._rank + 1, self._size, self._device, **given)
             received = _room(num_bytes, self._device)
             self._group.broadcast(received)
             self._received[number] = received

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,14 +35,39 @@ Bucket = Sequence[tuple[TensorLayout, int]]
 """Tensors that are sent together, each with its first byte."""
 
 
+Place = tuple[int, tuple[int, int], tuple[str, int] | None]
+"""Where an engine finds buckets: a process and its file descriptors of two buffers; or host and port of a broadcast."""
+
+
+class Channel(Protocol):
+    """How buckets reach an engine. Each is filled, and then sent."""
+
+    @property
+    def place(self) -> Place: ...
+    def fill(self, which: int, bucket: Bucket, tensors: Iterator[Tensor]) -> int: ...
+    def send(self, is_wanted: Callable[[], bool]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Channels(Protocol):
+    """Makes channels in the process that has the tensors."""
+
+    def buffers(self, num_bytes: int) -> Channel: ...
+    def broadcaster(self, num_ranks: int, device: torch.device, *, beyond: bool) -> Channel:
+        """`beyond`: to another machine."""
+        ...
+
+
 @dataclass(frozen=True)
 class TensorStream:
     """Tensors with their names on disk, made one by one in the order of `layout`. Those of a module, such as a weight
-    and its scales, are neighbours. `device`: of all of them, where that is known."""
+    and its scales, are neighbours. `device`: of all of them, where that is known. `channels`: of the process that has
+    the tensors, where it is another one; `tensors` are then none."""
 
     layout: Sequence[TensorLayout]
     tensors: Iterable[Tensor]
     device: torch.device | None = None
+    channels: Channels | None = None
 
 
 def stream_of(tensors: Mapping[str, Tensor]) -> TensorStream:
@@ -103,6 +129,7 @@ class Buffers:
             os.ftruncate(descriptor, num_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # the engine maps it
             self._memory.append(mmap.mmap(descriptor, num_bytes))
+        self.place: Place = os.getpid(), (self.descriptors[0], self.descriptors[1]), None
         is_for_gpu = torch.cuda.is_initialized()
         self._pinned = [Pinned(memory) for memory in self._memory] if is_for_gpu else []
 

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from threading import Lock
+from typing import Any, Protocol
 from uuid import uuid4
 
 import msgspec
@@ -51,6 +52,25 @@ class _Marker(msgspec.Struct):
     sums: dict[str, int]  # of changed tensors, if there is a base
 
 
+class WeightFiles(Protocol):
+    """Versions as `WeightFolder` has them, which another process may write. `num_bytes`: of the last one."""
+
+    num_bytes: int
+
+    def publish(self, tensors: Any, version: int) -> Path: ...
+    def whole(self) -> Path: ...
+    def clear(self) -> None: ...
+
+
+def clear(folder: Path) -> None:
+    """Delete all versions in a folder."""
+    if folder.is_dir():
+        sweep(folder)
+        for one in folder.iterdir():
+            if _OURS.fullmatch(one.name):
+                shutil.rmtree(one, ignore_errors=True)
+
+
 class WeightFolder:
     """The sender's side. `folder` is its alone: versions of an earlier sender are deleted. `deltas`: send what has
     changed, for which a copy of the weights is kept in host memory. Raises CheckpointError where it cannot write."""
@@ -67,11 +87,7 @@ class WeightFolder:
 
     def clear(self) -> None:
         """Delete all versions."""
-        if self.folder.is_dir():
-            sweep(self.folder)
-            for one in self.folder.iterdir():
-                if _OURS.fullmatch(one.name):
-                    shutil.rmtree(one, ignore_errors=True)
+        clear(self.folder)
 
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> Path:
         """Write a version; the path of its marker. Tensors are as for `stream_of`. The same number again means weights

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from contextlib import nullcontext
 from functools import partial
 
 from glm5.cli.deterministic import prepare_deterministic
@@ -24,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
         out(estimate(recipe))
         return 0
+    from glm5.rl.build import here
     from glm5.rl.loop import run as train
     from glm5.rl.watch import check_extras
 
@@ -34,6 +36,13 @@ def run(args: argparse.Namespace) -> int:
         from glm5.serve.gateway import gateway
 
         open_gateway = partial(gateway, environment=dict(os.environ))
+    nodes = nullcontext()
+    if recipe.ray is not None:
+        from glm5.adapters.ray_nodes import RayNodes
+
+        nodes = RayNodes(recipe.ray)
     given = {"restart": settings.restart, "unsafe_local": settings.unsafe_local}
-    out(f"trained: {train(recipe, **given, open_gateway=open_gateway)}")
+    with nodes as found:
+        launcher = here if found is None else found.launch
+        out(f"trained: {train(recipe, **given, open_gateway=open_gateway, launcher=launcher)}")
     return 0

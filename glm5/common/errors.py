@@ -8,6 +8,7 @@
         RequestError      (ValueError)   a bad prompt, message or sampling parameter; `param` names it
         MissingExtra      (ImportError)  an optional dependency is not installed
         EngineDead                       the engine was closed or died; `reason` says why
+        ProcessEnded                     a process of this program ended while something was asked of it
         UsageError                       a wrong command line (exit code 2)
 
 A message states the wrong value, what is allowed and what to do, on one line. The command line prints it
@@ -57,6 +58,10 @@ class EngineDead(GlmError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"the engine is not running: {reason}")
         self.reason = reason
+
+
+class ProcessEnded(GlmError):
+    """A process of this program ended, or was killed because it was silent; the message says which and why."""
 
 
 class UsageError(GlmError):

@@ -5,6 +5,7 @@
     [algorithm]      advantages and the weight of each token         [optimizer]       config/step.py
     [evaluation]     held-out tasks                                  [records]         what is kept of rollouts
     [asynchronous]   rollouts go on while the trainer learns        [agent]           a program that plays
+    [trainer]        the processes that train
 
 The file services.toml in the folder of a run changes environments while it goes on (rl/services.py).
 
@@ -206,6 +207,18 @@ class Rollouts(Section):
         return self
 
 
+class TrainerSection(Section):
+    """The processes that train."""
+
+    devices: Annotated[tuple[Device, ...], Field(max_length=1024)] = ()
+    """One process for each, such as ["cuda:0", "cuda:1"] or ["cpu", "cpu"], over which weights, gradients and the
+    optimizer's state are sharded (FSDP2). Default: with asynchronous rollouts one on `device`, else none, and the run's
+    own process trains."""
+    timeout_s: Positive = 300.0
+    """Seconds without a heartbeat, or of an exchange between these processes, after which one is taken to have
+    ended."""
+
+
 class AgentSection(Section):
     """A program that plays the policy's part: an agent with tools and a loop of its own, which asks the policy through
     an API of messages (docs/rl-gateway.md). It gets the task as JSON on standard input, {"messages": [...]}, and its
@@ -273,6 +286,9 @@ class RLRecipe(Section):
     """Folder of the run. Default: runs/NAME."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")] = "auto"
+    ray: Annotated[str, Field(min_length=1, max_length=300)] | None = None
+    """Address of a Ray cluster ("auto": the one of this machine), whose nodes run engines, environment workers and the
+    trainer. They need this folder's files under the same paths. Default: all run here. Needs the extra ray."""
     threads: Workers | None = None
     """Torch's threads in trainer and engine. Sums are ordered by it. Default: 1 on a CPU."""
     steps: Count
@@ -305,6 +321,7 @@ class RLRecipe(Section):
     warm_start: WarmStart | None = None
     algorithm: AlgorithmSection = AlgorithmSection()
     rollouts: Rollouts = Rollouts()
+    trainer: TrainerSection = TrainerSection()
     agent: AgentSection | None = None
     """Default: the policy's replies go to the environment as they are."""
     asynchronous: Asynchronous | None = None
@@ -339,6 +356,8 @@ class RLRecipe(Section):
             raise ValueError("exact: needs rollouts.deterministic; set both, or exact = false")
         if self.exact and self.rollouts.quantization is not None:
             raise ValueError("exact: an engine with quantized weights computes otherwise; set exact = false")
+        if len(self.trainer.devices) > 1:
+            self._of_one_rank()
         if self.agent is not None and self.rollouts.context is not None:
             raise ValueError("rollouts.context: an agent edits its conversation itself; leave it out")
         if self.agent is not None and self.rollouts.guard is not None:
@@ -346,6 +365,16 @@ class RLRecipe(Section):
         if self.lr_warmup_steps >= self.steps:
             raise ValueError(f"lr_warmup_steps {self.lr_warmup_steps} must be below steps {self.steps}")
         return self
+
+    def _of_one_rank(self) -> None:
+        """Refuse what several ranks cannot do."""
+        found = {"exact": self.exact, "algorithm.reference_kl": self.algorithm.reference_kl}
+        found["algorithm.name sao, whose critic"] = self.algorithm.name == "sao"
+        for name, given in found.items():
+            if given:
+                raise ValueError(
+                    f"{name}: needs the whole model on one device; give trainer.devices one, or leave it out"
+                )
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""

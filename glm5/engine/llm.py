@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NAMES = ("model", "tokenizer", "dtype", "device", "generation_config", "lora_norm_eps")
+_NAMES = ("model", "tokenizer", "dtype", "device", "generation_config", "lora_norm_eps", "launch")
 _POLL_SECONDS = 0.1  # the longest delay of Ctrl-C
 
 
@@ -60,6 +60,8 @@ class LLM:
     loading ("auto": the checkpoint's dtype, on the GPU if there is one), `generation_config` has vLLM's meaning
     (defaults.py). `engine`: fields of `EngineConfig`, such as max_model_len, and other engines' names for them
     (config/keywords.py).
+
+    `launch`: a command in place of Python by which the process runs on another machine (common/elsewhere.py).
 
     `table` lists the resolved settings, for display; `startup` has the seconds of each phase of the start. Raises
     ConfigError for invalid settings and CheckpointError for a bad checkpoint. Every method raises EngineDead once the
@@ -75,6 +77,7 @@ class LLM:
         device: str | torch.device = "auto",
         generation_config: str | Path = "auto",
         lora_norm_eps: float | None = None,
+        launch: Sequence[str] = (),
         **engine: Any,
     ):
         self.config = engine_config(engine, _NAMES)
@@ -101,7 +104,8 @@ class LLM:
                         tokenizer=str(tokenizer) if isinstance(tokenizer, (str, Path)) else None,
                         log_level=logging.getLevelName(logging.getLogger("glm5").getEffectiveLevel()),
                         log_style=style(),
-                    )
+                    ),
+                    launch,
                 )
                 try:  # while the process loads the model
                     self.tokenizer = _tokenizer(tokenizer, self.path)

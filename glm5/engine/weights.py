@@ -91,10 +91,10 @@ class Weights:
         ]
 
         def prepare() -> bool:
-            if push.port is None:
+            if push.address is None:
                 source = SharedMemory(Path(f"/proc/{push.pid}/fd"), self.model.device)
             else:
-                source = self._receiver_at(push.port)
+                source = self._receiver_at(push.address)
             self._push = Push(self._written, source, buckets, self.shard)
             return self._push.is_complete
 
@@ -107,9 +107,9 @@ class Weights:
 
         return in_background(act, "glm5-weights")
 
-    def _receiver_at(self, port: int) -> Receiver:
-        if self._receiver is None or self._receiver.port != port:
-            self._receiver = Receiver(port, self.shard.rank, self.shard.size, self.model.device)
+    def _receiver_at(self, address: tuple[str, int]) -> Receiver:
+        if self._receiver is None or self._receiver.address != address:
+            self._receiver = Receiver(address, self.shard.rank, self.shard.size, self.model.device)
         return self._receiver
 
     def check_sum(self, number: int, checksum: int) -> "Future[None]":

@@ -1,4 +1,4 @@
-"""Bytes from one process to others of its machine, within a time limit: by NCCL between GPUs, by gloo between CPUs.
+"""Bytes from one process to others, within a time limit: by NCCL between GPUs, by gloo between CPUs.
 
 A group beside the one that the ranks of a model may have. A member that ends or stops leaves the others an error in
 place of a wait without end; the group is then of no use any more.
@@ -27,7 +27,8 @@ _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_NONBLOCKIN
 class BroadcastGroup:
     """Rank 0 of `size` sends, the others receive. All of them make one and then the same calls in the same order.
 
-    Raises GlmError if the others do not join within `timeout_s`, or once `is_wanted` of rank 0 is false.
+    `beyond`: they are on several machines. Raises GlmError if the others do not join within `timeout_s`, or once
+    `is_wanted` of rank 0 is false.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class BroadcastGroup:
         *,
         timeout_s: float,
         is_wanted: Callable[[], bool] = lambda: True,
+        beyond: bool = False,
     ) -> None:
         self._timeout_s = timeout_s
         self._backend: Any = None
@@ -51,7 +53,7 @@ class BroadcastGroup:
             if device.type == "cuda":
                 self._backend = _nccl(store, rank, size, device)
             else:
-                self._backend = ProcessGroupGloo(store, rank, size, gloo_options(timeout_s))
+                self._backend = ProcessGroupGloo(store, rank, size, gloo_options(timeout_s, beyond=beyond))
         except RuntimeError as error:
             raise GlmError(f"the processes could not form a group: {error}") from error
 

@@ -1,7 +1,6 @@
-"""Rendezvous of the ranks of a machine, and the process group they form."""
+"""Rendezvous of ranks, and the process group they form: on the loopback interface, or between machines."""
 
 import socket
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -14,19 +13,33 @@ from glm5.parallel.gloo import GlooGroup
 from glm5.parallel.group import Group
 from glm5.parallel.table import Shard
 
-_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+LOOPBACK = "127.0.0.1"
+_ELSEWHERE = "192.0.2.1", 9  # of no machine (RFC 5737): nothing is sent there
+
+
+def own_address(*, beyond: bool) -> str:
+    """The address by which processes of this machine find this one, or `beyond`, those of others."""
+    if not beyond:
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        try:
+            way.connect(_ELSEWHERE)
+        except OSError:  # there is no way out
+            return socket.gethostbyname(socket.gethostname())
+        return way.getsockname()[0]
 
 
 class Rendezvous:
-    """A TCP store on the loopback interface, hosted by the first rank."""
+    """A TCP store, hosted by the first rank at `host` and `port`. `beyond`: other machines find it, too."""
 
-    def __init__(self) -> None:
-        self._socket = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, *, beyond: bool = False) -> None:
+        self.host = own_address(beyond=beyond)
+        self._socket = socket.create_server((self.host, 0))
         self.port: int = self._socket.getsockname()[1]
 
     def open(self, size: int) -> Store:
         return TCPStore(
-            "127.0.0.1",
+            self.host,
             self.port,
             size,
             is_master=True,
@@ -35,9 +48,9 @@ class Rendezvous:
         )
 
 
-def store_at(port: int, size: int) -> Store:
+def store_at(port: int, size: int, host: str = LOOPBACK) -> Store:
     """The store of a `Rendezvous`, for the other ranks."""
-    return TCPStore("127.0.0.1", port, size, is_master=False, wait_for_workers=False)
+    return TCPStore(host, port, size, is_master=False, wait_for_workers=False)
 
 
 def open_group(shard: Shard, device: torch.device, store: Store, *, timeout_s: float) -> Group:
@@ -46,21 +59,21 @@ def open_group(shard: Shard, device: torch.device, store: Store, *, timeout_s: f
     return CudaGroup(shard, device) if device.type == "cuda" else GlooGroup(shard)
 
 
-def begin(shard: Shard, device: torch.device, store: Store, *, timeout_s: float) -> None:
-    """Initialize torch.distributed: NCCL on GPUs, else gloo on the loopback interface."""
+def begin(shard: Shard, device: torch.device, store: Store, *, timeout_s: float, beyond: bool = False) -> None:
+    """Initialize torch.distributed: NCCL on GPUs, else gloo. `beyond`: ranks are on several machines."""
     timeout = timedelta(seconds=timeout_s)
     ranks = {"store": store, "rank": shard.rank, "world_size": shard.size, "timeout": timeout}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **ranks)
         return
-    dist.init_process_group("gloo", pg_options=gloo_options(timeout_s), **ranks)
+    dist.init_process_group("gloo", pg_options=gloo_options(timeout_s, beyond=beyond), **ranks)
 
 
-def gloo_options(timeout_s: float) -> Any:
-    """Options of a gloo group on the loopback interface; there is no other way without environment variables."""
+def gloo_options(timeout_s: float, *, beyond: bool = False) -> Any:
+    """Options of a gloo group; there is no other way without environment variables."""
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
-    options._devices = [gloo.create_device(interface=_LOOPBACK)]
+    options._devices = [gloo.create_device(hostname=own_address(beyond=beyond))]
     options._timeout = timedelta(seconds=timeout_s)
     return options

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer, train_bpe
 from glm5.checkpoint.resolve import resolve
-from glm5.checkpoint.versions import WeightFolder
+from glm5.checkpoint.versions import WeightFiles, WeightFolder
 from glm5.common.errors import ConfigError
 from glm5.config.quantize import QuantizeConfig
 from glm5.config.rl import RLRecipe
@@ -36,11 +37,21 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 
 
-class PolicyBuilder:
-    """The parts of a run. `out`: its folder. Raises ConfigError and CheckpointError."""
+Launcher = Callable[[str], Sequence[str]]
+"""For a process that computes on a device, a command in place of Python by which it runs on another machine
+(common/elsewhere.py); none for this machine."""
 
-    def __init__(self, recipe: RLRecipe, out: Path) -> None:
-        self.recipe, self.out = recipe, out
+
+def here(_device: str) -> Sequence[str]:
+    """The `Launcher` of processes of this machine."""
+    return ()
+
+
+class PolicyBuilder:
+    """The parts of a run. `out`: its folder. `launcher`: of engines. Raises ConfigError and CheckpointError."""
+
+    def __init__(self, recipe: RLRecipe, out: Path, launcher: Launcher = here) -> None:
+        self.recipe, self.out, self._launcher = recipe, out, launcher
         self.environments = environments_of(recipe)
         self.tasks = TaskSource(recipe, self.environments)
         self.assets = self._assets()
@@ -58,21 +69,22 @@ class PolicyBuilder:
         """The model that the run begins with, in train mode."""
         return build_model(self.recipe.model, self.cfg, self.recipe.seed, device)
 
-    def engines(self, folder: Path, device: torch.device) -> Engines:
+    def weight_files(self) -> WeightFolder | None:
+        """Weights for the engines as files, if the recipe says so. Versions in the folder are deleted."""
+        folder = weight_folder(self.recipe, self.out)
+        return None if folder is None else WeightFolder(folder, deltas=self.recipe.rollouts.weight_channel == "delta")
+
+    def engines(self, folder: Path, device: torch.device, files: WeightFiles | None) -> Engines:
         """One on each of `rollouts.devices`, by default on the trainer's, over the checkpoint in `folder`, quantized as
-        the recipe says. None has started."""
+        the recipe says. None has started. `files`: by which weights reach them, if by files."""
         devices = self.recipe.rollouts.devices or (str(device),)
         if self.recipe.rollouts.quantization is not None:
             folder = self._quantized(folder, device)
-        cfg = self.recipe.rollouts
-        files, channel = None, cfg.weight_channel
-        if channel == "folder" or channel == "delta":
-            files = WeightFolder(Path(cfg.weight_folder or self.out / "weights"), deltas=channel == "delta")
-            channel = "auto"
+        channel = self.recipe.rollouts.weight_channel
         return Engines(
             lambda number: self._engine(folder, devices[number], len(devices)),
             len(devices),
-            channel=channel,
+            channel="auto" if channel in ("folder", "delta") else channel,
             files=files,
         )
 
@@ -83,6 +95,7 @@ class PolicyBuilder:
         return AsyncEngine(
             folder,
             device=device,
+            launch=self._launcher(device),
             max_model_len=cfg.max_model_len,
             max_num_seqs=at_once,
             max_num_batched_tokens=max(at_once, 2048),
@@ -148,6 +161,13 @@ class PolicyBuilder:
                 tokenizer.save(folder, chat_template=template.source)
             logger.info("learnt a tokenizer of %d tokens", tokenizer.vocab_size)
         return folder
+
+
+def weight_folder(recipe: RLRecipe, out: Path) -> Path | None:
+    """Where weights go to the engines as files; None where they go by another channel."""
+    if recipe.rollouts.weight_channel not in ("folder", "delta"):
+        return None
+    return Path(recipe.rollouts.weight_folder or out / "weights")
 
 
 def environments_of(recipe: RLRecipe) -> dict[str, Environment]:

@@ -160,7 +160,7 @@ class Rates:
 async def _sample(builder: PolicyBuilder, device: torch.device, rates: Rates, column: str) -> None:
     """Measure with the builder's policy."""
     recipe, sandbox = builder.recipe, builder.sandbox(unsafe_local=rates.settings.unsafe_local)
-    engines = await asyncio.to_thread(builder.engines, _checkpoint(builder, device), device)
+    engines = await asyncio.to_thread(builder.engines, _checkpoint(builder, device), device, None)
     workers = EnvironmentWorkers(list(builder.environments), num_workers=recipe.workers, sandbox=sandbox)
     try:
         await asyncio.to_thread(engines.start)

@@ -17,28 +17,29 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
-from glm5.checkpoint.save import save
+from glm5.checkpoint.handover import TensorStream
 from glm5.common.atomic import atomic_write
-from glm5.common.errors import EngineDead, TrainingError
+from glm5.common.errors import CheckpointError, EngineDead, TrainingError
 from glm5.common.garbage import settle
 from glm5.common.interrupt import noted_interrupt
 from glm5.config.rl import RLRecipe
 from glm5.engine import AsyncEngine
 from glm5.kernels.current_device import current
-from glm5.rl.build import PolicyBuilder
+from glm5.rl.build import Launcher, PolicyBuilder, here
 from glm5.rl.environments.workers import EnvironmentWorkers
 from glm5.rl.evaluate import evaluate
 from glm5.rl.figures import figures_of
 from glm5.rl.orchestrator.rollouts import AsyncRollouts
 from glm5.rl.predict import CALIBRATED, measured_profile, predicted
-from glm5.rl.records.digest import digests
 from glm5.rl.records.store import RecordWriter
 from glm5.rl.report import REPORT, write_report
 from glm5.rl.rollout import Group
@@ -51,10 +52,11 @@ from glm5.rl.rollouts.refill import refilled
 from glm5.rl.services import SERVICES, ServiceSettings, statistics
 from glm5.rl.state import RunState
 from glm5.rl.trainer import PolicyTrainer, Trained, arithmetic
+from glm5.rl.trainer_processes import TrainerProcesses
 from glm5.rl.training.policy import SPARSE
 from glm5.rl.waits import EngineMeter, beside, episode_figures, in_words, is_predicted, measured, waited
 from glm5.rl.watch import Watch, read_metrics
-from glm5.train.metrics import flops_per_token, memory
+from glm5.train.metrics import flops_per_token
 from glm5.train.stage_trainer import device_of
 from glm5.train.state import locked, writing_to
 
@@ -74,11 +76,14 @@ def run(
     restart: bool = False,
     unsafe_local: bool = False,
     open_gateway: OpenGateway | None = None,
+    launcher: Launcher = here,
 ) -> Path:
     """Run a recipe to its end, or go on with it; returns the folder of the trained policy. `unsafe_local`: where no
     sandbox can be had, what the policy writes runs without. `open_gateway`: the server that a recipe's agent asks.
+    `launcher`: runs processes on other machines.
 
-    Raises KeyboardInterrupt after Ctrl-C, once the state is on disk.
+    Where a process of the trainer ends, the run goes on from its saved state, once from each. Raises KeyboardInterrupt
+    after Ctrl-C, once the state is on disk.
     """
     out, device = recipe.folder, device_of(recipe.device)
     with locked(out):
@@ -89,8 +94,17 @@ def run(
             for name in ("policy", "quantized", "tokenizer", "records"):
                 shutil.rmtree(out / name, ignore_errors=True)
         with current(device), arithmetic(recipe, device):
-            job = Run(recipe, out, device, earlier, unsafe_local=unsafe_local, open_gateway=open_gateway)
-            return job.folder if job.is_done else asyncio.run(job.run())
+            lost_at = -1
+            while True:
+                given = {"unsafe_local": unsafe_local, "open_gateway": open_gateway, "launcher": launcher}
+                job = Run(recipe, out, device, earlier, **given)
+                try:
+                    return job.folder if job.is_done else asyncio.run(job.run())
+                except (CheckpointError, TrainingError) as error:
+                    if not job.trainer.has_ended or job.saved == lost_at:
+                        raise
+                    lost_at = job.saved
+                    logger.warning("%s; it goes on from there", error)
 
 
 class Run:
@@ -105,18 +119,19 @@ class Run:
         *,
         unsafe_local: bool,
         open_gateway: OpenGateway | None,
+        launcher: Launcher = here,
     ) -> None:
-        self.recipe, self.out, self.device, self.earlier = recipe, out, device, earlier
+        self.recipe, self.out, self.device, self.earlier, self.launcher = recipe, out, device, earlier, launcher
         self.state = RunState(out, recipe)
         self.records = RecordWriter(out, recipe.records.max_gb * 2**30, recipe.records.every)
         saved = self.state.read()
-        self.builder = PolicyBuilder(recipe, out)
+        self.builder = PolicyBuilder(recipe, out, launcher)
         self.folder = out / "policy"
         self.is_done = saved is not None and saved["step"] >= recipe.steps and self.folder.exists()
         if self.is_done:
             return
         self.sandbox = self.builder.sandbox(unsafe_local=unsafe_local)
-        self.trainer = PolicyTrainer(recipe, self.builder, device)
+        self.trainer = self._trainer()
         self.tasks = self.builder.tasks
         self.number = self.saved = 0
         self.engines: Engines | None = None
@@ -139,7 +154,13 @@ class Run:
         if saved is None:
             self._begin()
         elif not self.number:
-            self._export()  # it may be of a later step, whose state was not written any more
+            self._save()  # the policy may be of a later step, whose state was not written any more
+
+    def _trainer(self) -> PolicyTrainer | TrainerProcesses:
+        devices = self.recipe.trainer.devices
+        if not devices and self.recipe.asynchronous is None:
+            return PolicyTrainer(self.recipe, self.builder, self.device)
+        return TrainerProcesses(self.recipe, self.out, devices or (str(self.device),), self.launcher)
 
     def _begin(self) -> None:
         self.trainer.warm_up()
@@ -150,7 +171,8 @@ class Run:
         """Run to the end; returns the folder of the policy."""
         names = [one.name for one in self.recipe.environment]
         interrupts = noted_interrupt(FINISHING)
-        workers = EnvironmentWorkers(names, num_workers=self.recipe.workers, sandbox=self.sandbox)
+        launcher = partial(self.launcher, "cpu")
+        workers = EnvironmentWorkers(names, num_workers=self.recipe.workers, sandbox=self.sandbox, launcher=launcher)
         async with workers as self.workers:
             with Watch(self.out, self.recipe, self.number) as self.watch, interrupts as interrupted:
                 try:
@@ -165,6 +187,7 @@ class Run:
                     await asyncio.to_thread(self.gateways.close)
                     if self.engines is not None:
                         await self.engines.close()
+                    self.trainer.close()
         with writing_to(self.out / REPORT):
             write_report(self.out, self.recipe)
         lines = read_metrics(self.out)
@@ -241,10 +264,10 @@ class Run:
             return self.trainer.train(groups, self.number)
 
     def _speed(self, trained: Trained, seconds: float) -> dict[str, float]:
-        """Of training: tokens a second, context included; the share of the device's peak; GiB."""
+        """Of training: tokens a second, context included; the share of the device's peak."""
         lengths = [len(one) for one in trained.scores.sequences]
         rate = sum(lengths) / max(seconds, 1e-9)
-        found = {"perf/train_tok_s": rate, "perf/peak_gib": memory(self.device)}
+        found = {"perf/train_tok_s": rate}
         if self.recipe.peak_tflops is not None:
             flops = flops_per_token(self.builder.cfg, sum(lengths) // len(lengths), SPARSE)
             found["perf/mfu"] = flops * rate / (self.recipe.peak_tflops * 1e12)
@@ -253,7 +276,7 @@ class Run:
     def _record(self, groups: Sequence[Group], trained: Trained) -> None:
         if self.records.keeps(self.number):
             columns = trained.scores.by_segment(groups)
-            self.records.write(self.number, self.recipe.steps, digests(self.trainer.learnt()), groups, columns)
+            self.records.write(self.number, self.recipe.steps, self.trainer.digests(), groups, columns)
 
     async def _collect(self) -> list[Group]:
         if self.rollouts is not None:
@@ -273,13 +296,13 @@ class Run:
             found |= await evaluate(harness, draws, cfg.samples, self.recipe.seed, prefix)
         self.watch.evaluated(self.number, found)
 
-    def _due(self) -> tuple[int, Mapping[str, torch.Tensor]]:
+    def _due(self) -> tuple[int, Mapping[str, Tensor] | TensorStream]:
         """Version and weights with which the next step's rollouts are sampled."""
         return self.recipe.version_at(self.number), self.trainer.weights()
 
     async def _push(self) -> None:
         """The weights that are due into the engine, where it has those of an earlier version."""
-        (version, weights), cfg = self._due(), self.recipe.asynchronous
+        (version, weights), cfg = await asyncio.to_thread(self._due), self.recipe.asynchronous
         if self.version == version:
             return
         policy, age = ("recompute", 0) if cfg is None else (cfg.policy, cfg.max_key_age)
@@ -314,7 +337,7 @@ class Run:
         """Errors in the block say which step it is, and which state is saved."""
         try:
             yield
-        except TrainingError as error:
+        except (CheckpointError, TrainingError) as error:
             raise TrainingError(
                 f"step {self.number + 1}: {error}. The state of step {self.saved} is in {self.out}, and the same "
                 "command goes on from it"
@@ -326,10 +349,12 @@ class Run:
         await asyncio.to_thread(self.gateways.close)
         if self.engines is not None:
             await self.engines.close()
-        self.engines = engines = await asyncio.to_thread(self.builder.engines, self.folder, self.device)
+        self.engines = engines = await asyncio.to_thread(
+            self.builder.engines, self.folder, self.device, self.trainer.files
+        )
         await asyncio.to_thread(engines.start)
         for engine in engines.alive:
-            self.trainer.check(engine.info.arithmetic)
+            await asyncio.to_thread(self.trainer.check, engine.info.arithmetic)
         cfg = self.recipe.asynchronous
         keeps_pages = cfg is not None and cfg.policy == "keep-session"
         self.harness = self._harness(Policy(engines, self.recipe.rollouts, keeps_pages=keeps_pages))
@@ -347,13 +372,8 @@ class Run:
         assert self.open_gateway is not None, "a recipe with an agent needs open_gateway"
         return self.open_gateway(engine, self.builder.template, self.builder.tokenizer)
 
-    def _export(self) -> None:
-        with writing_to(self.folder):
-            save(self.trainer.model, self.folder, assets=self.builder.assets)
-
     def _save(self) -> None:
-        self._export()
         rollouts = None if self.rollouts is None else self.rollouts.state()
-        self.state.write(self.number, self.tasks.state(), self.trainer.state(), rollouts)
+        self.trainer.save(self.state, self.number, self.tasks.state(), rollouts)
         self.saved = self.number
         self.records.keep_state(self.state.file, self.number)

@@ -19,7 +19,10 @@ from glm5.config.rl import RLRecipe
 from glm5.train.sharded_state import DAMAGED, check_bytes, damaged
 from glm5.train.state import first_difference, writing_to
 
-CHANGEABLE_KEYS = {"out", "device", "peak_tflops", "steps", "workers", "records", "evaluation", "tensorboard", "wandb"}
+CHANGEABLE_KEYS = {
+    *("out", "device", "ray", "trainer", "peak_tflops", "steps", "workers", "records", "evaluation"),
+    *("tensorboard", "wandb"),
+}
 """Keys of a recipe that may change when a run is resumed."""
 
 

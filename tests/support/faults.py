@@ -1,9 +1,9 @@
 """Faults of every process of an asynchronous run: `python -m tests.support.faults --faults 40 --seed 0`.
 
-Processes are killed, or stopped: engines until their heartbeats are missed, others for some seconds. The run is also
-asked to end (SIGTERM), whatever is under way; it must then end by itself and leave no process. After its end, of
-whichever kind, the same command goes on. At last every group of every step is there once, and nothing stale was
-trained.
+Processes are killed, or stopped: engines and the trainer until their heartbeats are missed, others for some seconds.
+The run is also asked to end (SIGTERM), whatever is under way; it must then end by itself and leave no process. After
+its end, of whichever kind, the same command goes on. At last every group of every step is there once, and nothing stale
+was trained.
 """
 
 import argparse
@@ -26,7 +26,7 @@ STEPS, GROUPS, STALENESS = 600, 4, 2
 SETTINGS = (
     *("asynchronous.max_staleness=2", 'algorithm.name="dis"', f"steps={STEPS}", 'rollouts.devices=["cpu", "cpu"]'),
     *("rollouts.watchdog_timeout=4", "environment.0.tasks=1000", "evaluation.every=1000", "workers=2"),
-    "records.state_every=3",
+    *("records.state_every=3", "trainer.timeout_s=4"),
 )
 ENDED = (130, 143, -signal.SIGTERM)
 """Exit codes of a run that was asked to end."""
@@ -35,7 +35,7 @@ PAUSE = (0.5, 2.5)
 
 
 def children(pid: int) -> Iterator[tuple[int, str]]:
-    """(process, what it is): "engine" or "worker"."""
+    """(process, what it is): "engine", "trainer" or "worker"."""
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
             is_child = folder.name.isdigit() and int(_stat(folder)[1]) == pid
@@ -49,7 +49,8 @@ def kind_of(folder: Path) -> str | None:
         command = folder.joinpath("cmdline").read_text()
     except OSError:
         return None
-    return next((one for one in ("engine", "worker") if f".{one}" in command), None)
+    kinds = {"glm5.engine": "engine", "glm5.common.remote": "trainer", "environments.worker": "worker"}
+    return next((kind for module, kind in kinds.items() if module in command), None)
 
 
 def _stat(folder: Path) -> list[str]:
@@ -114,7 +115,7 @@ class Faults:
         self.told.append(f"{'stop' if stops else 'kill'} {kind}")
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
-        if stops and kind != "engine":
+        if stops and kind not in ("engine", "trainer"):
             stopped.append((time.monotonic() + 3, pid))
 
     def _start(self) -> "subprocess.Popen[bytes]":

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from glm5.common.background import in_background
 from glm5.common.errors import GlmError, named
+from glm5.common.watching import reason_of_silence
 from glm5.engine.core.interfaces import Launched, Memory, StepRunner, WeightSource
 from glm5.engine.distributed.loaded_pages import LoadedPages
 from glm5.engine.distributed.rank_wire import (
@@ -57,7 +58,7 @@ from glm5.engine.runner.result import StepResult
 from glm5.engine.runner.runner import SeqSpec
 from glm5.engine.scheduler.messages import Message, Submit
 from glm5.engine.scheduler.plan import StepPlan
-from glm5.engine.transport.failure import HUNG, LOST, reason_of_exit, reason_of_silence
+from glm5.engine.transport.failure import HUNG, LOST, reason_of_exit
 from glm5.engine.transport.wire import Beat, Dead, PushCall, Start
 
 logger = logging.getLogger(__name__)

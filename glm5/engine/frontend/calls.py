@@ -27,8 +27,9 @@ from glm5.engine.transport.wire import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch import device as Device
 
-    from glm5.checkpoint.broadcaster import Broadcaster
+    from glm5.checkpoint.handover import Channel as PushChannel
     from glm5.checkpoint.handover import TensorStream
 
     Source = str | Path | Mapping[str, Tensor] | TensorStream
@@ -41,7 +42,7 @@ class Calls:
 
     def __init__(self, client: Client):
         self.client = client
-        self._broadcaster: Broadcaster | None = None
+        self._broadcaster: tuple[PushChannel, Device] | None = None
 
     def pause(self) -> Called:
         return self.client.call(PauseCall)
@@ -103,25 +104,35 @@ class Calls:
         pushed.add_done_callback(self._leave_failed)
         return pushed
 
-    def _broadcaster_for(self, stream: TensorStream, channel: Channel) -> Broadcaster | None:
+    def _broadcaster_for(self, stream: TensorStream, channel: Channel) -> PushChannel | None:
         """What sends the tensors by a collective, if that is the channel."""
         device, info = stream.device, self.client.info
         own = None if device is None or device.type != "cuda" else device.index
         gpus = () if info.first_gpu is None else range(info.first_gpu, info.first_gpu + info.num_ranks)
-        if channel == "memory" or (channel == "auto" and (own is None or not gpus or own in gpus)):
-            return None
-        if device is None or own in gpus or (own is None) != (not gpus):
+        beyond = self.client.link.is_elsewhere
+        if beyond and channel == "memory":
             raise RequestError(
-                f"channel is 'collective', and the tensors are on {device or 'several devices'}, the engine on "
+                "channel is 'memory', and the engine is on another machine; allowed: auto or collective",
+                param="channel",
+            )
+        is_own = own in gpus and not beyond
+        if channel == "memory" or (channel == "auto" and not beyond and (own is None or not gpus or is_own)):
+            return None
+        if device is None or is_own or (own is None) != (not gpus):
+            raise RequestError(
+                f"the channel is a collective, and the tensors are on {device or 'several devices'}, the engine on "
                 f"{f'GPUs {[*gpus]}' if gpus else 'CPUs'}; allowed: all on CPUs, or the tensors on a GPU of their own",
                 param="channel",
             )
-        from glm5.checkpoint.broadcaster import Broadcaster
+        from glm5.checkpoint.broadcaster import OwnChannels
 
-        if self._broadcaster is None or self._broadcaster.device != device:
+        if self._broadcaster is None or self._broadcaster[1] != device:
             self.close()
-            self._broadcaster = Broadcaster(info.num_ranks, device)
-        return self._broadcaster
+            self._broadcaster = (
+                (stream.channels or OwnChannels()).broadcaster(info.num_ranks, device, beyond=beyond),
+                device,
+            )
+        return self._broadcaster[0]
 
     def _leave_failed(self, push: Called) -> None:
         """The next push needs another group; this one's sender closes it."""
@@ -131,7 +142,7 @@ class Calls:
     def close(self) -> None:
         """Leave the group of the last pushes that were broadcast."""
         if self._broadcaster is not None:
-            self._broadcaster.close()
+            self._broadcaster[0].close()
 
 
 def _folder(source: str | Path) -> Path:

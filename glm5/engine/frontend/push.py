@@ -3,14 +3,13 @@
 Buckets go through host memory (`Buffers`), or between GPUs by a collective (`Broadcaster`).
 """
 
-import os
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any
 
-from glm5.checkpoint.broadcaster import Broadcaster
-from glm5.checkpoint.handover import NUM_BUFFERS, Buffers, TensorStream, buckets_of, size_of
+from glm5.checkpoint.broadcaster import OwnChannels
+from glm5.checkpoint.handover import NUM_BUFFERS, Channel, TensorStream, buckets_of, size_of
 from glm5.common.background import in_background
 from glm5.common.errors import GlmError, reason_of
 from glm5.engine.frontend.client import Client
@@ -23,12 +22,12 @@ def push(
     policy: Policy,
     version: int | None,
     max_key_age: int = 0,
-    broadcaster: Broadcaster | None = None,
+    broadcaster: Channel | None = None,
 ) -> "Future[dict[str, Any]]":
     """Send all tensors, by `broadcaster` where there is one. The future has the engine's answer; while it is not done,
     `client` must be pumped. Raises CheckpointError when there is not enough memory for the buffers."""
     buckets = buckets_of(stream.layout)
-    channel = broadcaster or Buffers(max([1, *map(size_of, buckets)]))
+    channel = broadcaster or (stream.channels or OwnChannels()).buffers(max([1, *map(size_of, buckets)]))
     announced = [
         [
             PushedTensor(layout.name, layout.dtype, layout.shape, start, start + layout.num_bytes)
@@ -36,13 +35,12 @@ def push(
         ]
         for bucket in buckets
     ]
-    first, second = channel.descriptors if isinstance(channel, Buffers) else (0, 0)
-    port = None if broadcaster is None else broadcaster.port
+    pid, buffers, address = channel.place
     ids: list[int] = []
 
     def make(call_id: int) -> PushCall:
         ids.append(call_id)
-        return PushCall(call_id, os.getpid(), (first, second), announced, policy, version, max_key_age, port)
+        return PushCall(call_id, pid, buffers, announced, policy, version, max_key_age, address)
 
     def send() -> None:
         tensors, unread = iter(stream.tensors), deque[Future[dict[str, Any]]]()

@@ -1,5 +1,4 @@
-"""Heartbeats of a process, how long it has sent none, and of an engine its final message and the watchdog that ends it
-when a step hangs."""
+"""Heartbeats of an engine's process, its final message, and the watchdog that ends it when a step hangs."""
 
 import os
 import sys
@@ -11,31 +10,11 @@ from typing import NoReturn, Protocol
 
 import msgspec
 
+from glm5.common.watching import BEAT_SECONDS
 from glm5.engine.transport.failure import HUNG, LOST, ORPHANED
 from glm5.engine.transport.wire import Beat, Dead
 
-BEAT_SECONDS = 1.0
 _MAX_REASON = 2000  # characters; a write to a pipe is atomic below the size of a memory page
-
-
-class Silence:
-    """How long a process has sent nothing. `first`, `later`: seconds that are allowed before and after it first sends
-    something. A wait counts for no longer than was intended: whoever waits may itself have been stopped meanwhile."""
-
-    def __init__(self, first: float, later: float):
-        self.seconds, self._allowed, self._later = 0.0, first, later
-
-    @property
-    def is_too_long(self) -> bool:
-        return self.seconds > self._allowed
-
-    def end(self) -> None:
-        """It has sent something."""
-        self.seconds, self._allowed = 0.0, self._later
-
-    def wait(self, since: float, intended: float) -> None:
-        """Nothing has come since that monotonic time, for `intended` seconds."""
-        self.seconds += min(time.monotonic() - since, intended)
 
 
 class Ranks(Protocol):

@@ -26,6 +26,8 @@ class JoinedLink:
 
     is_forked = False
 
+    is_elsewhere = False
+
     def __init__(self, folder: str, client: int):
         self.client, self.ended = client, False
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToClient)

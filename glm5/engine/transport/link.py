@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -27,8 +28,8 @@ import msgspec
 import zmq
 
 from glm5.common.errors import reason_of
-from glm5.engine.transport.failure import LOST, reason_of_exit, reason_of_silence
-from glm5.engine.transport.heartbeat import Silence
+from glm5.common.watching import Silence, reason_of_silence
+from glm5.engine.transport.failure import LOST, reason_of_exit
 from glm5.engine.transport.wire import INBOX, OUTBOX, Beat, Close, Dead, EngineInfo, Ready, Start, ToClient, ToEngine
 
 logger = logging.getLogger(__name__)
@@ -61,10 +62,12 @@ class Core(Protocol):
 
 class Link(Protocol):
     """What a client needs of its engine. `ended`: `Dead` was returned, nothing follows. `is_forked`: this process is a
-    fork of the one that started the engine. `client`: which of the engine's clients this is; it starts with 0."""
+    fork of the one that started the engine. `client`: which of the engine's clients this is; it starts with 0.
+    `is_elsewhere`: the engine is on another machine."""
 
     client: int
     ended: bool
+    is_elsewhere: bool
 
     @property
     def is_forked(self) -> bool: ...
@@ -77,7 +80,7 @@ class Link(Protocol):
 class InlineLink:
     """A core in this process: it computes in the thread that calls `receive`."""
 
-    client = 0
+    client, is_elsewhere = 0, False
 
     def __init__(self, core: Core):
         self.core, self.ended = core, False
@@ -132,13 +135,14 @@ class ProcessLink:
     """A child process with a core in it. Raises OSError if it cannot be started.
 
     The child is killed when it sends no heartbeat for `watchdog_timeout` seconds, and when it does not exit within
-    CLOSE_SECONDS of a `Close`. It exits by itself when this process does.
+    CLOSE_SECONDS of a `Close`. It exits by itself when this process does. `launch`: a command in place of Python by
+    which it runs on another machine (common/elsewhere.py).
     """
 
     client = 0
 
-    def __init__(self, start: Start):
-        self.ended, self._owner = False, os.getpid()
+    def __init__(self, start: Start, launch: Sequence[str] = ()):
+        self.ended, self._owner, self.is_elsewhere = False, os.getpid(), bool(launch)
         self.watchdog_timeout: float = start.config["watchdog_timeout"]
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToClient)
         # A socket belongs to one thread at a time. Reentrant: a thread that finds the engine ended holds one already.
@@ -152,7 +156,8 @@ class ProcessLink:
             self._inbox.bind(f"ipc://{self._folder}/{OUTBOX}")
             self._outbox.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
             self._outbox.connect(f"ipc://{self._folder}/{INBOX}")
-            self.process = _spawn(self._folder, several=start.config.get("tensor_parallel_size", 1) > 1)
+            several = start.config.get("tensor_parallel_size", 1) > 1
+            self.process = _spawn(self._folder, launch, several=several)
         except BaseException:  # Ctrl-C too
             self._context.destroy(linger=0)
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -287,14 +292,15 @@ def private_folder() -> str:
     return tempfile.mkdtemp(prefix="glm5-", dir=base if len(base) <= _MAX_FOLDER else "/tmp")
 
 
-def _spawn(folder: str, *, several: bool) -> subprocess.Popen[bytes]:
+def _spawn(folder: str, launch: Sequence[str], *, several: bool) -> subprocess.Popen[bytes]:
     """Start the child in a process group of its own: Ctrl-C in the terminal is for this process.
 
     It starts in the folder that holds the package, so that nothing in the current folder is imported by mistake.
     `several`: there are several ranks, which inherit the child's environment.
     """
     home = Path(str(files("glm5"))).parent
-    command = [sys.executable, "-m", "glm5.engine.process", folder, os.getcwd()]
+    python = [*launch, "--sockets", folder, INBOX, OUTBOX] if launch else [sys.executable]
+    command = [*python, "-m", "glm5.engine.process", folder, os.getcwd()]
     if several:
         command = ["env", *_NO_MULTICAST, *command]
     pipe = subprocess.PIPE

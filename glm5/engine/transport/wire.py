@@ -136,10 +136,10 @@ class PushedTensor(msgspec.Struct, array_like=True):
 class PushCall(msgspec.Struct, tag=True):
     """Replace all or some weights by tensors that come in `buckets`, each announced by a `Bucket`, in order.
 
-    Bucket i is in file descriptor `buffers[i % 2]` of process `pid`; or with `port`, the sender broadcasts it to all
-    ranks, which meet it there. All names and shapes are checked before the first bucket is written; from then on no
-    step runs until all have come. `policy`, `version`, `max_key_age` and the answer: as for `UpdateWeightsCall`. After
-    an error no step runs before all weights have been replaced, unless nothing was written.
+    Bucket i is in file descriptor `buffers[i % 2]` of process `pid`; or with `address`, host and port, the sender
+    broadcasts it to all ranks, which meet it there. All names and shapes are checked before the first bucket is
+    written; from then on no step runs until all have come. `policy`, `version`, `max_key_age` and the answer: as for
+    `UpdateWeightsCall`. After an error no step runs before all weights have been replaced, unless nothing was written.
     """
 
     call_id: int
@@ -149,7 +149,7 @@ class PushCall(msgspec.Struct, tag=True):
     policy: Policy = "recompute"
     version: int | None = None
     max_key_age: int = 0
-    port: int | None = None
+    address: tuple[str, int] | None = None
 
 
 class Bucket(msgspec.Struct, tag=True):

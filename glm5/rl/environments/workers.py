@@ -17,7 +17,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.resources import files
@@ -47,7 +47,8 @@ class EnvironmentWorkers:
     """Processes that run the episodes of these environments; use as an async context manager.
 
     `num_workers`: processes of each Python. `step_seconds`: time for one answer, after which its worker is killed.
-    `sandbox`: what boxes are made of; without, episodes that need one fail. Entering raises ConfigError where an
+    `sandbox`: what boxes are made of; without, episodes that need one fail. `launcher`: makes a command in place of
+    Python by which a worker runs on another machine (common/elsewhere.py). Entering raises ConfigError where an
     environment cannot be made.
     """
 
@@ -58,6 +59,7 @@ class EnvironmentWorkers:
         num_workers: int = 1,
         step_seconds: float = STEP_SECONDS,
         sandbox: Backend | None = None,
+        launcher: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._seconds = step_seconds
         common = {"folder": os.getcwd(), "sandbox": asdict(sandbox) if sandbox else None}
@@ -65,7 +67,7 @@ class EnvironmentWorkers:
         for python in dict.fromkeys(map(python_of, names)):
             path = [each or os.getcwd() for each in sys.path] if python == sys.executable else [os.getcwd()]
             own = [name for name in names if python_of(name) == python]
-            self._slots += [_Slot(python, common | {"names": own, "path": path}) for _ in range(num_workers)]
+            self._slots += [_Slot(python, common | {"names": own, "path": path}, launcher) for _ in range(num_workers)]
         self._numbers = count()
 
     async def __aenter__(self) -> Self:
@@ -186,8 +188,8 @@ def _kind_of(task: Task) -> Kind:
 class _Slot:
     """A worker, and the next one after it has died."""
 
-    def __init__(self, python: str, settings: Mapping[str, Any]) -> None:
-        self.python, self.num_episodes = python, 0
+    def __init__(self, python: str, settings: Mapping[str, Any], launcher: Callable[[], Sequence[str]]) -> None:
+        self.python, self.num_episodes, self._launcher = python, 0, launcher
         self._settings, self._starting = settings, asyncio.Lock()
         self._worker: _Worker | None = None
 
@@ -195,7 +197,9 @@ class _Slot:
         """The running worker. Raises EpisodeFailed where none can be started."""
         async with self._starting:
             if self._worker is None or self._worker.is_gone:
-                self._worker = await _Worker.start(self.python, self._settings)
+                launch = await asyncio.to_thread(self._launcher)
+                python = [*launch, "--python", self.python] if launch else [self.python]
+                self._worker = await _Worker.start(python, self._settings)
             return self._worker
 
     async def close(self) -> None:
@@ -217,16 +221,11 @@ class _Worker:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, python: str, settings: Mapping[str, Any]) -> "_Worker":
+    async def start(cls, python: Sequence[str], settings: Mapping[str, Any]) -> "_Worker":
         home = Path(str(files("glm5"))).parent
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *(python, "-m", MODULE),
-            cwd=home,
-            stdin=pipe,
-            stdout=pipe,
-            process_group=0,
-            limit=MAX_FRAME,
+            *python, "-m", MODULE, cwd=home, stdin=pipe, stdout=pipe, process_group=0, limit=MAX_FRAME
         )
         worker = cls(process)
         try:
@@ -327,11 +326,11 @@ class _Worker:
         await self.end("it was closed")
 
 
-async def _import_error(python: str, home: Path) -> str:
+async def _import_error(python: Sequence[str], home: Path) -> str:
     """Why a Python cannot run a worker, if it lacks a package of ours or of the library."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        python, "-c", f"import {MODULE}", cwd=home, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
+        *python, "-c", f"import {MODULE}", cwd=home, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
     )
     try:
         _, said = await asyncio.wait_for(process.communicate(), START_SECONDS)
@@ -344,8 +343,8 @@ async def _import_error(python: str, home: Path) -> str:
     )
     if missing is None:
         return ""
-    install = f"install what is missing there:  {python} -m pip install {missing[1]}"
-    return f"{python} -m {MODULE} failed: {missing[0]}; {install}"
+    install = f"install what is missing there:  {python[-1]} -m pip install {missing[1]}"
+    return f"{python[-1]} -m {MODULE} failed: {missing[0]}; {install}"
 
 
 def _settle(waiting: asyncio.Future[Any], answer: Mapping[str, Any]) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from glm5.checkpoint.versions import WeightFolder
+from glm5.checkpoint.handover import TensorStream
+from glm5.checkpoint.versions import WeightFiles
 from glm5.common.errors import CheckpointError, EngineDead, GlmError
 from glm5.config.engine import Channel
 from glm5.config.rl import KeyPolicy
@@ -39,7 +40,7 @@ class Engines:
         count: int = 1,
         *,
         channel: Channel = "auto",
-        files: WeightFolder | None = None,
+        files: WeightFiles | None = None,
     ) -> None:
         self._make, self.count, self._channel, self._files = make, count, channel, files
         self._all = dict[int, AsyncEngine]()  # that take requests
@@ -139,7 +140,7 @@ class Engines:
         self._ring.add(number)
 
     async def update_weights(
-        self, source: Mapping[str, Tensor], *, policy: KeyPolicy, version: int, max_key_age: int = 0
+        self, source: Mapping[str, Tensor] | TensorStream, *, policy: KeyPolicy, version: int, max_key_age: int = 0
     ) -> dict[str, Any]:
         """Push weights into every engine, those included that were started again meanwhile; returns the figures of the
         slowest push. An engine that ends at it is taken out. Raises EngineDead where none is left."""

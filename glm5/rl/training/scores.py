@@ -71,15 +71,15 @@ class ScoreKeeper:
         }
         self._parts.append((batch.columns["place"][scored.index_G].long(), columns))
 
-    def take(self, sequences: Sequence[TrainingSequence]) -> Scores:
-        """The scores of all passes since the last call: here they come to the host."""
-        count, columns = sum(map(len, sequences)), dict[str, Column]()
+    def take(self, count: int) -> dict[str, Column]:
+        """The columns of all passes since the last call, for `count` tokens: here they come to the host."""
+        columns = dict[str, Column]()
         for place_G, of_batch in self._parts:
             for name, values in of_batch.items():
                 column = columns.setdefault(name, np.full(count, np.nan))
                 column[place_G.numpy()] = values.double().cpu().numpy()
         self._parts.clear()
-        return Scores(sequences, columns)
+        return columns
 
 
 def number_tokens(sequences: Sequence[TrainingSequence]) -> None:

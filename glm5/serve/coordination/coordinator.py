@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from glm5.engine.transport.heartbeat import Silence
+from glm5.common.watching import Silence
 from glm5.serve.coordination.messages import (
     Abort,
     Collect,

@@ -28,11 +28,10 @@ from typing import Any
 from glm5.common.errors import GlmError
 from glm5.common.interrupt import signal_name
 from glm5.common.log import style
+from glm5.common.watching import BEAT_SECONDS, Silence, how_silent
 from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.joined import forget, share
-from glm5.engine.transport.failure import how_silent
-from glm5.engine.transport.heartbeat import BEAT_SECONDS, Silence
 from glm5.engine.transport.link import private_folder
 from glm5.serve.coordination.coordinator import Coordinator, Member
 from glm5.serve.coordination.messages import Begin, Serve, State, Stop, StopListening, ToMain

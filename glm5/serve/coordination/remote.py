@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from itertools import count
 from typing import Any
 
-from glm5.engine.transport.heartbeat import BEAT_SECONDS, Silence
+from glm5.common.watching import BEAT_SECONDS, Silence
 from glm5.serve.coordination.messages import (
     Abort,
     Collect,

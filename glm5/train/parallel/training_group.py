@@ -16,11 +16,14 @@ from glm5.train.parallel.mesh import Mesh
 
 
 class TrainingGroup:
-    """This rank's process groups in a `mesh`. Creating it is a collective operation of all ranks."""
+    """This rank's process groups in a `mesh`. Creating it is a collective operation of all ranks. `beyond`: they are on
+    several machines."""
 
-    def __init__(self, mesh: Mesh, rank: int, device: torch.device, store: Store, *, timeout_s: float) -> None:
+    def __init__(
+        self, mesh: Mesh, rank: int, device: torch.device, store: Store, *, timeout_s: float, beyond: bool = False
+    ) -> None:
         self.mesh, self.rank, self.device, self.store = mesh, rank, device, store
-        begin(Shard(rank, mesh.size), device, store, timeout_s=timeout_s)
+        begin(Shard(rank, mesh.size), device, store, timeout_s=timeout_s, beyond=beyond)
         if rank == 0:
             store.set("run", uuid4().hex[:12])
         self.run = store.get("run").decode()

@@ -15,12 +15,12 @@ import pytest
 
 from glm5.checkpoint.init import write_random
 from glm5.common.errors import CheckpointError, ConfigError, EngineDead
+from glm5.common.watching import Silence
 from glm5.config.presets import preset
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport import link as link_module
-from glm5.engine.transport.heartbeat import Silence
 from tests.support.cores import scripted_start
 
 PLAIN = SamplingParams(max_tokens=8, ignore_eos=True)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from glm5.engine.transport.heartbeat import Silence
+from glm5.common.watching import Silence
 from glm5.serve.coordination.coordinator import Coordinator, Member
 from glm5.serve.coordination.messages import Abort, Heartbeat, NameWeights, Report, ToFrontEnd, ToMain
 from glm5.serve.coordination.peer import Peer

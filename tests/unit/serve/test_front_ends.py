@@ -20,11 +20,11 @@ import pytest
 
 from glm5.checkpoint.init import write_random
 from glm5.common.errors import GlmError
+from glm5.common.watching import is_stopped
 from glm5.config.presets import preset
 from glm5.config.serve import ServeConfig
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
-from glm5.engine.transport.failure import is_stopped
 from glm5.serve.coordination import front_ends
 from glm5.serve.coordination.front_ends import SILENT_SECONDS, FrontEnds
 from glm5.serve.http.server import bind
