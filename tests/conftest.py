@@ -32,6 +32,11 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    """Extensions complain of what is not collected in the end."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def torch_threads(request):
     import torch

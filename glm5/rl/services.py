@@ -46,6 +46,8 @@ class ServiceSettings:
             found = stat.st_mtime_ns, stat.st_size
         except FileNotFoundError:
             found = None
+        except OSError:  # the file system will answer another time
+            return self._in_force
         if found != self._found:
             self._found = found
             try:
