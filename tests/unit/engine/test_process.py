@@ -90,7 +90,8 @@ def test_a_tokenizer_that_cannot_be_read_ends_the_process(checkpoint, temporary,
     links = []
     monkeypatch.setattr("glm5.engine.llm.Start", partial(scripted_start, "ok"))
     monkeypatch.setattr(
-        "glm5.engine.llm.ProcessLink", lambda *given: links.append(link_module.ProcessLink(*given)) or links[0]
+        "glm5.engine.llm.ProcessLink",
+        lambda *given, **more: links.append(link_module.ProcessLink(*given, **more)) or links[0],
     )
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         LLM(checkpoint, tokenizer=tmp_path)
