@@ -184,7 +184,7 @@ class Rollouts(Section):
     """Of the engines, one each, such as ["cuda:1", "cuda:2"] or ["cpu", "cpu"]. Default: one on the trainer's."""
     watchdog_timeout: Positive = 300.0
     """Seconds without a heartbeat after which an engine is taken to have ended, as of `glm5 serve`."""
-    weight_channel: Channel | Literal["folder", "delta"] = "auto"
+    weight_channel: Literal[Channel, "folder", "delta"] = "auto"
     """How weights reach the engines: through host memory, or by a collective, NCCL between GPUs and gloo between CPUs.
     "auto": NCCL for an engine on another GPU than the trainer's. "folder": as files; "delta": as files with what has
     changed since the push before."""

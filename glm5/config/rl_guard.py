@@ -45,7 +45,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
         validator = SchemaValidator(core_schema.str_schema(pattern=pattern, regex_engine="rust-regex"))
     except SchemaError as error:
         why = str(error).strip().splitlines()[-1].strip().removeprefix("error: ").removeprefix("SchemaError: ")
-        raise ValueError(f"{pattern!r:.80} is no regular expression of Rust's crate regex: {why}") from None
+        raise ValueError(f"a regular expression of Rust's crate regex ({why})") from None
     return lambda text: validator.isinstance_python(text.encode(errors="replace").decode())
 
 

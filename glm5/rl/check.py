@@ -151,7 +151,7 @@ def _reward(
 
 def _table(rows: Sequence[Any]) -> str:
     """A line for each level: tasks, those that passed, and how many failed at each gate."""
-    lines: list[tuple[str, ...]] = [("level", "tasks", "passed", *GATES)]
+    lines: list[tuple[str, ...]] = [("level", "tasks", "passed", *(f"{gate} failed" for gate in GATES))]
     levels = sorted({row["level"] for row in rows})
     for level in levels:
         of = [row for row in rows if row["level"] == level]

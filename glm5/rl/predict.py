@@ -84,7 +84,7 @@ def measured_profile(recipe: RLRecipe, lines: Sequence[Mapping[str, Any]]) -> Pr
 def bound(recipe: RLRecipe, token_s: float, train_s: float) -> Profile:
     """Without an earlier run: every episode has as many tokens as fit, in one turn, and environments answer at once."""
     own = {"tokens": [recipe.rollouts.max_model_len] * 4, "environment_s": [0.0] * 4, "turns": [1.0]}
-    source = "the recipe's limits, without latency: a short run measures both"
+    source = f"the recipe's limits, without latency: a run of {CALIBRATED} steps measures both"
     return Profile(0.0, token_s, train_s, 0.0, 0.0, {one.name: own for one in recipe.environment}, source)
 
 

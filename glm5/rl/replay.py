@@ -74,6 +74,8 @@ def replay(out: Path, step: int) -> Iterator[Difference]:
         trainer = PolicyTrainer(recipe, PolicyBuilder(recipe, out), device)
         trainer.load_state(state.read_file(files[first])["trainer"])
         logger.info("training goes on from the state after step %d", first)
+        if (ranks := len(recipe.trainer.devices)) > 1:
+            logger.warning("%d processes trained the run and one repeats it: its sums differ a little", ranks)
         for number in range(first + 1, step + 1):
             yield _redo(trainer, records, number)
 

@@ -99,7 +99,7 @@ def _of(lines: Sequence[Mapping[str, Any]], name: str, suffix: str) -> dict[str,
         return [line[key] for line in lines if key in line]
 
     rewards = column(f"reward{suffix or '/mean'}")
-    found = {"weight": column(_WEIGHT + name)[-1:], "reward, first": rewards[:1], "reward, last": rewards[-1:]}
+    found = {"weight": column(_WEIGHT + name)[-1:], "first reward": rewards[:1], "last reward": rewards[-1:]}
     shown = {key: values[0] for key, values in found.items() if values}
     shown |= {said: fmean(values) for key, said in _MEANS.items() if (values := column(f"episode/{key}{suffix}"))}
     return shown | {key: sum(values) for key in COUNTS if (values := column(f"service/{key}/{name}"))}

@@ -90,7 +90,7 @@ class ShownGames:
         except EpisodeFailed as failure:
             raise ConfigError(
                 f"environment {environment.name}: level {task.level} cannot be shown to a new model: {failure.reason}; "
-                "allowed: a lower level, or model.checkpoint without warm_start"
+                f"allowed: {'a lower level, or ' if task.level else ''}model.checkpoint without warm_start"
             ) from None
         system = self._recipe.rollouts.system
         return [(with_system(system, messages), task.tools) for messages in chats]

@@ -191,7 +191,7 @@ def test_a_dry_run_predicts(tmp_path, capsys):
 def test_without_an_earlier_run_the_limits_count(tmp_path):
     recipe = recipe_of(tmp_path)
     profile = bound(recipe, 0.001, 4.0)
-    assert profile.source == "the recipe's limits, without latency: a short run measures both"
+    assert profile.source == "the recipe's limits, without latency: a run of 20 steps measures both"
     found = predicted(recipe, profile)
     assert found["time/step"] == pytest.approx(128 * 16 * 0.001 + 4)
 

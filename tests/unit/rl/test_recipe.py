@@ -36,6 +36,7 @@ def test_every_recipe_loads(path):
         ("environment.0.nam=guess", r"environment\.0\.nam: no such key; did you mean name\?"),
         ("rollouts.quantization=fp8", r"exact: an engine with quantized weights .*; set exact = false"),
         ("rollouts.deterministic=false", r"exact: needs rollouts\.deterministic; set both, or exact = false"),
+        ("rollouts.weight_channel=folders", r"rollouts\.weight_channel: got 'folders'; allowed: .*'folder' or 'delta'"),
         ("rollouts.groups=0", r"rollouts\.groups: got 0; allowed: "),
         ("lr_warmup_steps=3", r"lr_warmup_steps 3 must be below steps 3"),
         ("algorithm.critic.lr=2", r'algorithm: critic: grpo-no-std has none; leave it out, or set name = "sao"'),

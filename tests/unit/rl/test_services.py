@@ -153,7 +153,7 @@ def test_each_environment_has_its_statistics(tmp_path):
     for one in found.values():
         assert one["weight"] == 1
         assert one["started"] == one["ended"] + one["cancelled"]
-    assert found["guess"]["reward, last"] == 0.5
+    assert found["guess"]["last reward"] == 0.5
     assert found["guess"]["seconds"] == found["sort"]["seconds"] == 0  # of the harness, which this one has not
     assert "<th>dropped</th>" in services(lines)
     assert services([{"step": 1}]) == ""
