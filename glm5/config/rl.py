@@ -200,7 +200,9 @@ class Rollouts(Section):
     """Which tool calls are cheating, and are answered without being run. Default: all are run."""
 
     @model_validator(mode="after")
-    def _context_fits(self) -> Self:
+    def _fits(self) -> Self:
+        if self.weight_folder is not None and self.weight_channel not in ("folder", "delta"):
+            raise ValueError(f"weight_folder has no effect with weight_channel {self.weight_channel}; leave it out")
         for name in ("discard_above", "compact_below"):
             if (value := getattr(self.context, name, None)) is not None and value >= self.max_model_len:
                 raise ValueError(f"context.{name} {value} must be below max_model_len {self.max_model_len}")
@@ -356,8 +358,12 @@ class RLRecipe(Section):
             raise ValueError("exact: needs rollouts.deterministic; set both, or exact = false")
         if self.exact and self.rollouts.quantization is not None:
             raise ValueError("exact: an engine with quantized weights computes otherwise; set exact = false")
-        if len(self.trainer.devices) > 1:
+        if len(devices := self.trainer.devices) > 1:
             self._of_one_rank()
+            if len({one.partition(":")[0] for one in devices}) > 1:
+                raise ValueError("trainer.devices: all must be CPUs, or all GPUs")
+            if self.ray is None and (len(devices) > 64 or ("cpu" not in devices and len(set(devices)) < len(devices))):
+                raise ValueError("trainer.devices: without ray at most 64, and each GPU once")
         if self.agent is not None and self.rollouts.context is not None:
             raise ValueError("rollouts.context: an agent edits its conversation itself; leave it out")
         if self.agent is not None and self.rollouts.guard is not None:

@@ -16,7 +16,7 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
 from glm5.checkpoint.handover import TensorStream
 from glm5.common.atomic import atomic_write
-from glm5.common.errors import CheckpointError, EngineDead, TrainingError
+from glm5.common.errors import CheckpointError, EngineDead, ProcessEnded, TrainingError
 from glm5.common.garbage import settle
 from glm5.common.interrupt import noted_interrupt
 from glm5.config.rl import RLRecipe
@@ -86,7 +86,8 @@ def run(
     after Ctrl-C, once the state is on disk.
     """
     out, device = recipe.folder, device_of(recipe.device)
-    with locked(out):
+    folder = Path(recipe.rollouts.weight_folder or out)
+    with locked(out), nullcontext() if folder == out else locked(folder, "rollouts.weight_folder"):
         earlier = read_metrics(out)
         if restart:
             for name in ("state.pt", "metrics.jsonl", "recipe.json", REPORT, SERVICES):
@@ -337,7 +338,7 @@ class Run:
         """Errors in the block say which step it is, and which state is saved."""
         try:
             yield
-        except (CheckpointError, TrainingError) as error:
+        except (CheckpointError, ProcessEnded, TrainingError) as error:
             raise TrainingError(
                 f"step {self.number + 1}: {error}. The state of step {self.saved} is in {self.out}, and the same "
                 "command goes on from it"

@@ -23,6 +23,7 @@ from glm5.rl.environments.mixture import Mixture
 logger = logging.getLogger(__name__)
 
 SERVICES = "services.toml"
+MAX_BYTES = 2**16
 COUNTS = ("started", "ended", "cancelled", "dropped")
 """Of groups; those that ended and were dropped are both."""
 _WEIGHT = "service/weight/"
@@ -71,7 +72,12 @@ class ServiceSettings:
         }
 
     def _read(self) -> tuple[EnvironmentSection, ...]:
-        given = {one.name: one for one in read_toml(self._file, (), ServicesFile).environment}
+        if self._found is not None and self._found[1] > MAX_BYTES:  # reading must not hold up the run
+            raise ConfigError(f"{self._file}: has {self._found[1]} bytes, allowed: up to {MAX_BYTES}")
+        sections = read_toml(self._file, (), ServicesFile).environment
+        given = {one.name: one for one in sections}
+        if len(given) < len(sections):
+            raise ConfigError(f"{self._file}: environment.name: one is given twice, allowed: once")
         known = {one.name for one in self._recipe.environment}
         if unknown := sorted(given.keys() - known):
             raise ConfigError(f"{self._file}: environment.name: got {unknown[0]}, allowed: {', '.join(sorted(known))}")

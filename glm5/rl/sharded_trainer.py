@@ -83,7 +83,7 @@ class ShardedTrainer(PolicyTrainer):
     def save(self, state: RunState, step: int, ladders: Mapping[str, Any], rollouts: Mapping[str, Any] | None) -> None:
         """Ranks write their parts of the state into files, of which the first one makes the state."""
         learnt, cfg, assets = self.learnt(), self.builder.cfg, self.builder.assets
-        names = [f".trainer-{rank}of{self.num_ranks}.pt" for rank in range(self.num_ranks)]
+        names = [f".trainer-{rank}of{self.num_ranks}.00000000.part" for rank in range(self.num_ranks)]
         own = state.out / names[self.rank]
         with writing_to(own), atomic_write(own, "wb") as handle:
             torch.save(content_of(self.part, self.rank, self.step.optimizers), handle)

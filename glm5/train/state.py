@@ -153,19 +153,20 @@ def writing_to(path: Path) -> Generator[None, None, None]:
 
 
 @contextmanager
-def locked(out: Path) -> Generator[None, None, None]:
-    """Lock a folder that a command writes. Raises `TrainingError` when another one holds it, or it is not writable."""
+def locked(out: Path, key: str = "out") -> Generator[None, None, None]:
+    """Lock a folder that a command writes, which `key` sets. Raises `TrainingError` when another one holds it, or it is
+    not writable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         handle = (out / "run.lock").open("w")
     except OSError as error:
-        raise TrainingError(f"{out}: cannot be written ({error.strerror}); choose another folder with out") from None
+        raise TrainingError(f"{out}: cannot be written ({error.strerror}); choose another folder with {key}") from None
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise TrainingError(
-                f"{out}: another process of glm5 is writing there; wait for it, or choose another out"
+                f"{out}: another process of glm5 is writing there; wait for it, or choose another {key}"
             ) from None
         for folder in (out, *(path for path in out.iterdir() if path.is_dir())):
             sweep(folder)

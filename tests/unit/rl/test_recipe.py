@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from glm5.cli.main import main
-from glm5.common.errors import ConfigError
+from glm5.common.errors import ConfigError, TrainingError
 from glm5.config.rl import read_rl_recipe
 from glm5.rl import build
 from glm5.rl.algorithms.table import PRESETS
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.environments.guess import Guess
 from glm5.rl.estimate import estimate
+from glm5.rl.loop import run
+from glm5.train.state import locked
 from tests.support.rl_recipe import recipe_file, small_recipe
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("rl-*.toml"))
@@ -133,3 +135,35 @@ def test_a_dry_run_says_what_is_needed(tmp_path, capsys):
     (out / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "time/step": {n}}}\n' for n in (1, 3, 2)))
     assert main(command) == 0
     assert "time: about 6 seconds, 2 s a step (the median of 3 that were measured)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("exact=false", 'trainer.devices=["cuda:0", "cpu"]'), "all must be CPUs, or all GPUs"),
+        (("exact=false", 'trainer.devices=["cuda:0", "cuda:0"]'), "each GPU once"),
+        (("exact=false", f"trainer.devices={json.dumps(['cpu'] * 1000)}"), "without ray at most 64"),
+        (("rollouts.weight_folder=weights",), "no effect with weight_channel auto"),
+        (("rollouts.weight_channel=nvlink",), "weight_channel: got 'nvlink'; allowed: .*'folder' or 'delta'"),
+    ],
+)
+def test_processes_and_folders_that_cannot_be_are_refused(tmp_path, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        small_recipe(tmp_path, *settings)
+
+
+def test_a_cluster_has_many_devices_of_one_name(tmp_path):
+    devices = ["cuda"] * 100
+    recipe = small_recipe(tmp_path, "exact=false", "ray=auto", f"trainer.devices={json.dumps(devices)}")
+    assert recipe.trainer.devices == tuple(devices)
+
+
+def test_a_folder_of_weights_is_of_one_run(tmp_path):
+    given = "rollouts.weight_channel=folder", f"rollouts.weight_folder={tmp_path / 'weights'}"
+    with locked(tmp_path / "weights"), pytest.raises(TrainingError, match=r"choose another rollouts\.weight_folder"):
+        run(small_recipe(tmp_path, *given))
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(TrainingError, match=r"file: cannot be written .* another folder with rollouts\.weight_folder"):
+        run(small_recipe(tmp_path, given[0], f"rollouts.weight_folder={tmp_path / 'file'}"))
+    assert (tmp_path / "file").read_text() == "kept"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]

@@ -46,6 +46,8 @@ def test_what_the_file_says_holds_and_a_wrong_one_changes_nothing(tmp_path, capl
         ('name = "sort"\nlevel = 2', "level: no such key"),
         ('name = "search"', "got search, allowed: guess, sort"),
         ("weight = ", "cannot be understood"),
+        ('name = "sort"\n[[environment]]\nname = "sort"', "given twice"),
+        ("#" * 2**16, "allowed: up to 65536"),
     ):
         wrote(tmp_path, wrong)
         caplog.clear()

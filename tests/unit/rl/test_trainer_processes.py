@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from glm5.common.errors import TrainingError
+from glm5.common.errors import ProcessEnded, TrainingError
 from glm5.config.rl import RLRecipe
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.loop import Run, run
@@ -149,3 +149,10 @@ def test_a_run_goes_on_after_its_trainer_has_ended(done, tmp_path, monkeypatch, 
     assert weights_of(tmp_path / "run") == weights_of(done / "run")
     assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3]
     assert not Path(f"/proc/{pids[0]}").exists()
+
+
+def test_the_end_of_a_process_in_a_push_names_the_saved_state(tmp_path):
+    job = object.__new__(Run)
+    job.out, job.number, job.saved = tmp_path, 3, 2
+    with pytest.raises(TrainingError, match=r"^step 4: the trainer ended\. The state of step 2"), job._naming_state():
+        raise ProcessEnded("the trainer ended")
