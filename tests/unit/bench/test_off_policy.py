@@ -123,8 +123,14 @@ def test_an_unknown_row_is_refused(tmp_path):
         measure(settings_in(tmp_path, rows="ppo"), lambda _: None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("row", [name for name, (one, *_) in enumerate(ROWS) if one in ("none", "sao")])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(number, marks=pytest.mark.slow if name == "sao" else pytest.mark.long)
+        for number, (name, *_) in enumerate(ROWS)
+        if name in ("none", "sao")
+    ],
+)
 def test_a_run_is_played_with_old_weights(tmp_path, row):
     folder = tmp_path / "out"
     settings = settings_in(folder, recipe=str(recipe_file(tmp_path)), set=("evaluation.every=5", "steps=5"))

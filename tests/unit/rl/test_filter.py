@@ -300,7 +300,7 @@ def command(folder: Path, *flags: str) -> list[str]:
     return [*line, *SORT, "--samples", "4", "--tasks", "30", "--min-pass-rate", "0", "--max-pass-rate", "1", *flags]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_of_the_guide(tmp_path):
     """Ctrl-C once the engine is there, the rest by the same command with a stronger model, a run on what was kept."""
     with subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, text=True) as process:

@@ -129,8 +129,13 @@ class Shell(Environment):
         return [Reply("done")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("guard", "blocked"), [("rollouts.guard={}", 1.0), ("seed=1", 0.0)], ids=["guard", "control"])
+@pytest.mark.parametrize(
+    ("guard", "blocked"),
+    [
+        pytest.param("rollouts.guard={}", 1.0, marks=pytest.mark.slow, id="guard"),
+        pytest.param("seed=1", 0.0, marks=pytest.mark.long, id="control"),
+    ],
+)
 def test_a_whole_run(tmp_path, monkeypatch, guard, blocked):
     def scripted(_: TokenChat, token_ids: Sequence[int], *__: object, **___: object) -> Reply:
         is_second = token_ids[0] % 2  # by what was sampled
