@@ -1,7 +1,6 @@
 """One rank of the trainer, in a process of its own that `trainer_processes.py` starts."""
 
 from contextlib import ExitStack
-from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -104,11 +103,10 @@ class TrainerRank:
         """The last version as a whole."""
         return self._files.whole(), self._files.num_bytes
 
-    @cached_property
+    @property
     def _files(self) -> WeightFiles:
-        files = self.builder.weight_files()
-        assert files is not None, "the recipe's channel is files"
-        return files
+        assert self.trainer.files is not None, "the recipe's channel is files"
+        return self.trainer.files
 
     def buffers(self, num_bytes: int) -> tuple[int, Place]:
         """A channel through host memory: its number, and where it is."""
