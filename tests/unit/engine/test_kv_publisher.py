@@ -86,9 +86,11 @@ def test_the_form_of_events():
 def test_frames_and_replay():
     with publisher(topic="kv@host@model", buffer_steps=3) as made, sockets(made.source, b"kv@") as (sub, dealer):
         assert [number for number, _ in replayed(dealer, 0)] == [0]
-        sequence, topic, payload = 0, b"", b""  # 0 was published at the start
+        sequence, topic, payload = 0, b"", b""
+        last = 0  # published at the start
         while sequence == 0:  # a subscriber's first messages may be lost while it connects; replay finds them
             made.publish([Stored("device", A, None, (1, 2))])
+            last += 1
             if sub.poll(50):
                 topic, number, payload = sub.recv_multipart()
                 (sequence,) = struct.unpack(">q", number)
@@ -101,9 +103,9 @@ def test_frames_and_replay():
         for _ in range(5):
             made.publish([Removed("device", A)])
         made.publish([Cleared()])
-        last = sequence
-        while last < sequence + 6:
-            (last,) = struct.unpack(">q", sub.recv_multipart()[1])
+        last += 6
+        while sequence < last:
+            (sequence,) = struct.unpack(">q", sub.recv_multipart()[1])
         kept = replayed(dealer, 0)
         assert [number for number, _ in kept] == [last - 2, last - 1, last], "only the last three are kept"
         assert [event["type"] for event in kept[-1][1][1]] == ["AllBlocksCleared"]
