@@ -244,7 +244,7 @@ def test_bodies_that_are_too_large():
 
 
 def test_bodies_that_do_not_come():
-    with served(scripted(), client_timeout=0.2) as http:
+    with served(scripted(), client_timeout=1) as http:
         with socket.create_connection((http.base_url.host, http.base_url.port), timeout=SECONDS) as client:
             lines = [
                 f"POST {CHAT} HTTP/1.1",
