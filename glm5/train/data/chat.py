@@ -59,6 +59,18 @@ def examples_of(row: Any, template: ChatTemplate, where: str) -> list[Example]:
         raise DataError(f"{where}: {error}") from None
 
 
+def conversation_ids(row: Mapping[str, Any], template: ChatTemplate, where: str = "the conversation") -> list[int]:
+    """The ids of a row's whole conversation, up to the token that ends its last message, which must be the assistant's:
+    what a reward model scores. Raises `DataError`."""
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages or not isinstance(messages[-1], Mapping):
+        raise DataError(f"{where}: messages must be a list of at least one message")
+    if messages[-1].get("role") != "assistant":
+        raise DataError(f"{where}: the last message must be the assistant's; got role {messages[-1].get('role')!r:.40}")
+    context = [{**one, "loss": False} if isinstance(one, Mapping) else one for one in messages[:-1]]
+    return examples_of({**row, "messages": [*context, {**messages[-1], "loss": True}]}, template, where)[-1].ids
+
+
 def _refuse_misspelt_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     """DataError for a key that looks like a misspelt known one. Other unknown keys are ignored."""
     for key in given.keys() - set(known):
