@@ -133,9 +133,9 @@ class RewardSection(Section):
     "true", if it has one."""
 
     @property
-    def sources(self) -> dict[str, SourceSection]:
+    def sources(self) -> dict[SourceName, SourceSection]:
         """Those that there are, by name."""
-        found = {"rules": self.rules, "model": self.model, "judge": self.judge}
+        found: dict[SourceName, SourceSection | None] = {"rules": self.rules, "model": self.model, "judge": self.judge}
         return {name: one for name, one in found.items() if one is not None}
 
     @model_validator(mode="after")

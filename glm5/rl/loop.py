@@ -164,10 +164,11 @@ class Run:
         devices = self.recipe.trainer.devices
         if not devices and self.recipe.asynchronous is None:
             return PolicyTrainer(self.recipe, self.builder, self.device)
-        return TrainerProcesses(self.recipe, self.out, devices or (str(self.device),), self.launcher)
+        devices = devices or (str(self.device),)
+        return TrainerProcesses(self.recipe, self.out, devices, self.launcher, self.builder.anchors)
 
     def _blend(self) -> Blend:
-        return Blend(self.recipe, partial(FolderScorer, device=self.device))
+        return Blend(self.recipe, partial(FolderScorer, device=self.device), self.builder.anchors)
 
     def _begin(self) -> None:
         self.trainer.warm_up()
@@ -366,7 +367,7 @@ class Run:
         cfg = self.recipe.asynchronous
         keeps_pages = cfg is not None and cfg.policy == "keep-session"
         self.harness = self._harness(Policy(engines, self.recipe.rollouts, keeps_pages=keeps_pages))
-        self.harness.reward = None if self.blend is None else self.blend.score
+        self.harness.reward = None if self.blend is None else partial(self.blend.score, workers=self.workers)
         if self.rollouts is not None:
             self.rollouts.play_with(self.harness)
         self.version, self.pushed = 0, None

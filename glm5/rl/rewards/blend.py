@@ -23,6 +23,8 @@ from typing import Any, Protocol
 from glm5.config.rl import RLRecipe
 from glm5.config.rl_reward import SourceSection
 from glm5.rl.environments.protocol import Message
+from glm5.rl.environments.workers import EnvironmentWorkers
+from glm5.rl.rewards.anchors import Anchors
 from glm5.rl.rewards.guards import penalties
 from glm5.rl.rewards.judge import Judge
 from glm5.rl.rollout import Group, Rollout
@@ -43,22 +45,25 @@ Values = list[float | None]
 class Blend:
     """The rewards of a recipe that has `[reward]`. `load`: the scorer of a reward model's folder."""
 
-    def __init__(self, recipe: RLRecipe, load: Callable[[str], RewardScorer], judge: Judge | None = None) -> None:
+    def __init__(self, recipe: RLRecipe, load: Callable[[str], RewardScorer], anchors: Anchors | None = None) -> None:
         assert recipe.reward is not None, "a recipe without [reward] has nothing to blend"
         self.cfg, self._max_tokens = recipe.reward, recipe.rollouts.max_tokens
-        self._weights = {
-            one.name: {name: one.reward.get(name, of.weight) for name, of in self.cfg.sources.items()}  # pyright: ignore[reportArgumentType]
-            for one in recipe.environment
-        }
-        self._judge = judge or (None if self.cfg.judge is None else Judge(self.cfg.judge))
+        weights: dict[str, float] = {name: one.weight for name, one in self.cfg.sources.items()}
+        self._weights = {one.name: weights | dict(one.reward) for one in recipe.environment}
+        self.judge = None if self.cfg.judge is None else Judge(self.cfg.judge)
+        self._anchors = anchors
         self._model = None if self.cfg.model is None else load(self.cfg.model.folder)
         self._held_out = None if self.cfg.held_out is None else load(self.cfg.held_out)
         self._scoring = asyncio.Lock()  # one pass of a model at a time
 
-    async def score(self, group: Group, name: str) -> None:
-        """Set the rewards of a group's valid rollouts. `name`: the environment's, in the recipe."""
+    async def score(self, group: Group, name: str, workers: EnvironmentWorkers) -> None:
+        """Set the rewards of a group's valid rollouts, to which the reference answer of its task may be added. `name`:
+        the environment's, in the recipe."""
+        if self._anchors is not None and (member := await self._anchors.member(group, workers)) is not None:
+            group.rollouts = [*group.rollouts, member]
         rollouts, values, weights = await self._measured(group, name)
-        scaled = {source: scale(self.cfg.sources[source], each) for source, each in values.items()}
+        sources: Mapping[str, SourceSection] = {**self.cfg.sources}
+        scaled = {source: scale(sources[source], each) for source, each in values.items()}
         for number, rollout in enumerate(rollouts):
             own = {source: weights[source] * each[number] for source, each in scaled.items() if weights[source]}
             rollout.rewards = own | {
@@ -77,8 +82,8 @@ class Blend:
         values: dict[str, Values] = {"rules": [one.reward for one in rollouts]}
         if self._model is not None:
             values["model"] = await self._scored(self._model, rollouts)
-        if self._judge is not None and weights["judge"]:
-            values["judge"] = await self._judged(self._judge, group, rollouts)
+        if self.judge is not None and weights["judge"]:
+            values["judge"] = await self._judged(self.judge, group, rollouts)
         if self._held_out is not None:
             for rollout, value in zip(rollouts, await self._scored(self._held_out, rollouts), strict=True):
                 rollout.metrics |= {} if value is None else {"true": value}
