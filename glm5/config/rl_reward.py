@@ -126,7 +126,7 @@ class RewardSection(Section):
     rules: RulesSection = RulesSection()
     model: RewardModelSection | None = None
     judge: JudgeSection | None = None
-    guards: GuardsSection | None = GuardsSection()
+    guards: GuardsSection = GuardsSection()
     anchors: AnchorsSection | None = None
     held_out: Place | None = None
     """A reward model that is shown and never rewarded, in place of the true reward. Default: the environment's metric

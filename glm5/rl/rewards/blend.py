@@ -69,7 +69,7 @@ class Blend:
             rollout.rewards = own | {
                 part: -getattr(self.cfg.guards, part) * rollout.metrics[f"penalty_{part}"]
                 for part in ("length", "repetition", "phrases")
-                if self.cfg.guards is not None and rollout.metrics[f"penalty_{part}"]
+                if rollout.metrics[f"penalty_{part}"]
             }
 
     async def measure(self, group: Group, name: str) -> None:
@@ -91,11 +91,10 @@ class Blend:
             raw = {source: value for source, each in values.items() if (value := each[number]) is not None}
             rollout.metrics |= {f"{source}_raw": value for source, value in raw.items()}
             proxy = sum(weights[source] * value for source, value in raw.items())
-            if (guards := self.cfg.guards) is not None:
-                replies = [len(one.token_ids) for one in rollout.tree.segments if one.is_sampled]
-                found = penalties(guards, answer or "", replies[-1] if replies else 0, self._max_tokens)
-                rollout.metrics |= {f"penalty_{part}": value for part, value in found.items()}
-                proxy -= sum(getattr(guards, part) * value for part, value in found.items())
+            replies = [len(one.token_ids) for one in rollout.tree.segments if one.is_sampled]
+            found = penalties(self.cfg.guards, answer or "", replies[-1] if replies else 0, self._max_tokens)
+            rollout.metrics |= {f"penalty_{part}": value for part, value in found.items()}
+            proxy -= sum(getattr(self.cfg.guards, part) * value for part, value in found.items())
             if len(raw) == len(values):
                 rollout.metrics["proxy"] = proxy
         return rollouts, values, weights
