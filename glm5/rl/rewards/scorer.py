@@ -8,6 +8,7 @@ import torch
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer
 from glm5.checkpoint.resolve import resolve
+from glm5.common.errors import GlmError
 from glm5.rl.environments.protocol import Message
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.train.reward_model import RewardModel
@@ -23,4 +24,12 @@ class FolderScorer:
 
     def score(self, conversations: Sequence[tuple[Sequence[Message], Sequence[Mapping[str, Any]]]]) -> list[float]:
         """See `RewardScorer`."""
-        return self._model.score([self._chat.conversation(*one)[0] for one in conversations])
+        return self._model.score([self._ids(*one) for one in conversations])
+
+    def _ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of a conversation; of texts alone, where it has calls of tools that are no calls."""
+        try:
+            return self._chat.conversation(messages, tools)[0]
+        except GlmError:
+            texts = [{"role": one["role"], "content": str(one.get("content") or "")} for one in messages]
+            return self._chat.conversation(texts, tools)[0]
