@@ -41,10 +41,10 @@ _NO_ANCHORS = "anchors.ce=0 anchors.members=false"
 ARMS = {
     "reward model alone": f"rules.weight=0 {_NO_GUARDS} {_NO_ANCHORS}",
     "rules alone": f"model.weight=0 {_NO_GUARDS} {_NO_ANCHORS}",
-    "rules and reward model": f"{_NO_GUARDS} {_NO_ANCHORS}",
+    "hybrid": "",
     "hybrid without anchors": _NO_ANCHORS,
     "anchors alone": f"model.weight=0 rules.weight=1e-9 {_NO_GUARDS} anchors.members=false",
-    "hybrid": "",
+    "rules and reward model": f"{_NO_GUARDS} {_NO_ANCHORS}",
 }
 """What each sets of the recipe's [reward]. Anchors alone: advantages are below 1e-2."""
 
@@ -117,19 +117,22 @@ def _reward_model(builder: PolicyBuilder, out: Path, seed: int) -> float:
 
 def measure(settings: BenchHybridConfig, say: Callable[[str], None]) -> str:
     """Run what is missing; returns the table as Markdown. Raises ConfigError, and TrainingError where OUT is in use."""
-    file, key = Path(settings.out, "runs.jsonl"), read_rl_recipe(settings.recipe, settings.set).model_dump_json()
+    file, plain = Path(settings.out, "runs.jsonl"), read_rl_recipe(settings.recipe, settings.set)
+    key, about = plain.model_dump_json(exclude_defaults=True), dict[int, dict[str, Any]]()
     with locked(file.parent):
         done = {(line["arm"], line["seed"]): line for line in read_lines(file) if line["recipe"] == key}
-        for seed in SEEDS[: settings.seeds]:
-            if missing := [arm for arm in ARMS if (arm, seed) not in done]:
-                about = prepare(settings, seed)
-                say(f"seed {seed}: the reward model prefers as people do in {about['accuracy']:.0%} of held-out pairs")
-                for arm in missing:
-                    line = done[arm, seed] = play(settings, arm, seed) | about | {"recipe": key}
-                    say(f"seed {seed}, {arm}: true {line['held_out'][-1]['true']:.3f}, {line['seconds']:.0f} s")
-                    with file.open("a", encoding="utf-8") as handle:
-                        handle.write(json.dumps(line) + "\n")
-    return table(list(done.values()))
+        jobs = [(arm, seed) for arm in ARMS for seed in SEEDS[: settings.seeds]]
+        for arm, seed in (job for job in jobs if job not in done):
+            if seed not in about:
+                about[seed] = prepare(settings, seed)
+                say(
+                    f"seed {seed}: the reward model agrees with people on {about[seed]['accuracy']:.0%} of held-out pairs"
+                )
+            line = done[arm, seed] = play(settings, arm, seed) | about[seed] | {"recipe": key}
+            say(f"{arm}, seed {seed}: true {line['held_out'][-1]['true']:.3f}, {line['seconds']:.0f} s")
+            with file.open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(line) + "\n")
+    return table([done[job] for job in jobs])
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
