@@ -125,9 +125,8 @@ def measure(settings: BenchHybridConfig, say: Callable[[str], None]) -> str:
         for arm, seed in (job for job in jobs if job not in done):
             if seed not in about:
                 about[seed] = prepare(settings, seed)
-                say(
-                    f"seed {seed}: the reward model agrees with people on {about[seed]['accuracy']:.0%} of held-out pairs"
-                )
+                share = about[seed]["accuracy"]
+                say(f"seed {seed}: the reward model agrees with people on {share:.0%} of held-out pairs")
             line = done[arm, seed] = play(settings, arm, seed) | about[seed] | {"recipe": key}
             say(f"{arm}, seed {seed}: true {line['held_out'][-1]['true']:.3f}, {line['seconds']:.0f} s")
             with file.open("a", encoding="utf-8") as handle:
