@@ -57,6 +57,7 @@ COMMANDS = {
     "bench quantize": "methods of quantization side by side",
     "bench rl": "reinforcement learning: rollouts, training, time to a reward",
     "bench off-policy": "reinforcement learning on rollouts of old weights, by algorithm and staleness",
+    "bench hybrid": "reinforcement learning by rules, a reward model and human anchors, alone and together",
     "bench transition": "dense attention to selected keys in miniature, beside windows",
     "eval ruler": "generated tasks at many lengths, in the manner of RULER",
 }

@@ -5,7 +5,7 @@
     [algorithm]      advantages and the weight of each token         [optimizer]       config/step.py
     [evaluation]     held-out tasks                                  [records]         what is kept of rollouts
     [asynchronous]   rollouts go on while the trainer learns        [agent]           a program that plays
-    [trainer]        the processes that train
+    [trainer]        the processes that train                        [reward]          reward models, judges, anchors
 
 The file services.toml in the folder of a run changes environments while it goes on (rl/services.py).
 
@@ -22,6 +22,7 @@ from glm5.config.command import Command, Positional
 from glm5.config.engine import MAX_KEY_AGE, Channel
 from glm5.config.rl_context import Context
 from glm5.config.rl_guard import GuardSection
+from glm5.config.rl_reward import RewardSection, SourceName
 from glm5.config.step import NotNegative, OptimizerConfig, Positive, Section
 from glm5.config.toml import read_toml
 from glm5.config.train import Count, ModelSection, Name, Place, Workers
@@ -97,6 +98,8 @@ class EnvironmentSection(ServiceSection):
     """Of the warm start. Default: the tasks that are trained on."""
     ladder: Share | None = None
     """Mean reward of a level over the last groups from which on the next level is asked. Default: the level stays."""
+    reward: dict[SourceName, NotNegative] = {}
+    """Weights of sources of [reward] for this environment, such as { judge = 1.0 }. Default: those there."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -328,6 +331,8 @@ class RLRecipe(Section):
     """Default: the policy's replies go to the environment as they are."""
     asynchronous: Asynchronous | None = None
     """Default: rollouts and trainer take turns."""
+    reward: RewardSection | None = None
+    """Default: what the environment rewards, as it is."""
     environment: Annotated[tuple[EnvironmentSection, ...], Field(min_length=1)]
     evaluation: Evaluation = Evaluation()
     records: Records = Records()
@@ -364,6 +369,15 @@ class RLRecipe(Section):
                 raise ValueError("trainer.devices: all must be CPUs, or all GPUs")
             if self.ray is None and (len(devices) > 64 or ("cpu" not in devices and len(set(devices)) < len(devices))):
                 raise ValueError("trainer.devices: without ray at most 64, and each GPU once")
+        for one in self.environment:
+            if missing := sorted(one.reward.keys() - (self.reward.sources.keys() if self.reward else set())):
+                raise ValueError(
+                    f"environment {one.name}: reward: [reward] has no {missing[0]}; add it, or leave it out"
+                )
+            if self.reward is not None and one.ladder is not None:
+                raise ValueError(
+                    f"environment {one.name}: a ladder climbs by the environment's reward; leave out [reward]"
+                )
         if self.agent is not None and self.rollouts.context is not None:
             raise ValueError("rollouts.context: an agent edits its conversation itself; leave it out")
         if self.agent is not None and self.rollouts.guard is not None:

@@ -22,6 +22,7 @@ from glm5.quantize.recipe import as_they_are
 from glm5.quantize.run import quantize
 from glm5.rl.environments.protocol import Environment
 from glm5.rl.environments.table import make
+from glm5.rl.rewards.anchors import Anchors
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.engines import Engines
 from glm5.rl.rollouts.ring import BALANCE
@@ -58,6 +59,8 @@ class PolicyBuilder:
         self.tokenizer = Tokenizer.from_dir(self.assets)
         self.template = ChatTemplate.for_checkpoint(self.assets, tokenizer=self.tokenizer)
         self.chat = TokenChat(self.template, enable_thinking=recipe.rollouts.enable_thinking)
+        anchors = None if recipe.reward is None else recipe.reward.anchors
+        self.anchors = None if anchors is None else Anchors(anchors, self.chat, recipe.rollouts)
         self.cfg = with_tokenizer(model_config(recipe.model), recipe.model, self.tokenizer)
         if self.tokenizer.vocab_size > self.cfg.vocab_size:
             raise ConfigError(

@@ -14,15 +14,19 @@ SOLVED = 1.0 - 1e-9
 async def evaluate(
     harness: AnyHarness, draws: Sequence[Draw], samples: int, seed: int, prefix: str = "eval"
 ) -> dict[str, float]:
-    """Mean reward over all tasks and by environment, and pass@1 and, with several samples, pass@`samples`. `prefix`:
-    the beginning of the figures' names."""
+    """Mean reward over all tasks and by environment, and pass@1 and, with several samples, pass@`samples`; with
+    [reward] the means of proxy and true reward. `prefix`: the beginning of the figures' names."""
     groups = await collect(harness, draws, samples, run_seed=seed + 2**32)
     rewards: dict[str, list[float]] = defaultdict(list)
+    believed: dict[str, list[float]] = {"proxy": [], "true": []}
     passed: dict[int, list[float]] = {1: [], samples: []}
     for group in groups:
-        found = [rollout.reward for rollout in group.rollouts if rollout.is_valid]
+        valid = [rollout for rollout in group.rollouts if rollout.is_valid]
+        found = [rollout.reward for rollout in valid]
         if not found:
             continue
+        for name, values in believed.items():
+            values += [rollout.metrics[name] for rollout in valid if name in rollout.metrics]
         rewards[group.task.environment].append(sum(found) / len(found))
         num_solved, num_valid = solved(group)
         for k, of_tasks in passed.items():
@@ -32,6 +36,7 @@ async def evaluate(
     metrics = {f"{prefix}/mean": _mean(every)}
     if len(rewards) > 1:
         metrics |= {f"{prefix}/{name}": _mean(one) for name, one in rewards.items()}
+    metrics |= {f"{prefix}/{name}": _mean(values) for name, values in believed.items() if values}
     return metrics | {f"{prefix}/pass@{k}": _mean(one) for k, one in passed.items()}
 
 

@@ -29,7 +29,7 @@ MOST_AGED = 4
 def figures_of(version: int, groups: Sequence[Group], trained: Trained, times: Mapping[str, float]) -> dict[str, float]:
     """`version`: of the weights with which the step started. `times`: seconds of its phases."""
     repairs = trained.repairs
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollouts if not rollout.is_anchor]
     valid = [rollout for rollout in rollouts if rollout.is_valid]
     rewards = [rollout.reward for rollout in valid] or [0.0]
     lengths = [rollout.tree.num_sampled for rollout in rollouts]
@@ -47,7 +47,7 @@ def figures_of(version: int, groups: Sequence[Group], trained: Trained, times: M
         "group/refilled": len({group.number for group in groups if group.number >= REPLACING}),
     }
     found |= {f"env_fail/{kind}": count for kind, count in repairs.failures.items()}
-    found |= _of_environments(valid) | _of_tokens(trained.scores) | _staleness(version, rollouts)
+    found |= _of_environments(valid) | _of_tokens(trained.scores) | _staleness(version, rollouts) | _believed(groups)
     names = {
         name: name if "/" in name else _NAMES.get(name, f"train/{name.replace(' ', '_')}") for name in trained.metrics
     }
@@ -74,10 +74,30 @@ def _of_environments(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return found
 
 
+def _believed(groups: Sequence[Group]) -> dict[str, float]:
+    """Of the proxy and the true reward (rl/rewards/blend.py), where both are known: standard deviations over all
+    rollouts, and the correlation over those of a group."""
+    pairs = [
+        [(one.metrics["proxy"], one.metrics["true"]) for one in group.rollouts if {"proxy", "true"} <= set(one.metrics)]
+        for group in groups
+    ]
+    if not any(pairs):
+        return {}
+    every_N2 = np.array([pair for of_group in pairs for pair in of_group])
+    within_N2 = np.concatenate([np.array(one) - np.mean(one, axis=0) for one in pairs if one])
+    squares_2 = (within_N2**2).sum(0)
+    together = (within_N2[:, 0] * within_N2[:, 1]).sum()
+    found = {"proxy/std": every_N2[:, 0].std(), "true/std": every_N2[:, 1].std()}
+    return found | ({"proxy/correlation": together / np.sqrt(squares_2.prod())} if squares_2.all() else {})
+
+
 def _of_tokens(scores: Scores) -> dict[str, float]:
-    """Of trained tokens: the ratios s = current / rollout, which of them the algorithm masked, and advantages."""
-    current_N, masked_N = scores.of_trained("trainer_logprobs"), scores.of_trained("masked") > 0
-    difference_N, advantage_N = current_N - scores.of_trained("logprobs"), scores.of_trained("advantages")
+    """Of trained tokens but anchors': the ratios s = current / rollout, which of them the algorithm masked, and
+    advantages."""
+    is_sampled_N = ~np.isnan(scores.of_trained("logprobs"))
+    names = ("trainer_logprobs", "masked", "logprobs", "advantages")
+    current_N, masked_N, rollout_N, advantage_N = (scores.of_trained(name)[is_sampled_N] for name in names)
+    masked_N, difference_N = masked_N > 0, current_N - rollout_N
     ratio_N = np.exp(difference_N)
     return {
         "is/ratio_min": ratio_N.min(),

@@ -42,6 +42,8 @@ from glm5.rl.orchestrator.rollouts import AsyncRollouts
 from glm5.rl.predict import CALIBRATED, measured_profile, predicted
 from glm5.rl.records.store import RecordWriter
 from glm5.rl.report import REPORT, write_report
+from glm5.rl.rewards.blend import Blend
+from glm5.rl.rewards.scorer import FolderScorer
 from glm5.rl.rollout import Group
 from glm5.rl.rollouts.collect import AnyHarness, Draw, cause_of, collect
 from glm5.rl.rollouts.engines import Engines
@@ -134,6 +136,7 @@ class Run:
         self.sandbox = self.builder.sandbox(unsafe_local=unsafe_local)
         self.trainer = self._trainer()
         self.tasks = self.builder.tasks
+        self.blend = None if recipe.reward is None else self._blend()
         self.number = self.saved = 0
         self.engines: Engines | None = None
         self.open_gateway = open_gateway
@@ -161,7 +164,11 @@ class Run:
         devices = self.recipe.trainer.devices
         if not devices and self.recipe.asynchronous is None:
             return PolicyTrainer(self.recipe, self.builder, self.device)
-        return TrainerProcesses(self.recipe, self.out, devices or (str(self.device),), self.launcher)
+        devices = devices or (str(self.device),)
+        return TrainerProcesses(self.recipe, self.out, devices, self.launcher, self.builder.anchors)
+
+    def _blend(self) -> Blend:
+        return Blend(self.recipe, partial(FolderScorer, device=self.device), self.builder.anchors)
 
     def _begin(self) -> None:
         self.trainer.warm_up()
@@ -293,6 +300,7 @@ class Run:
         cfg = self.recipe.evaluation
         policy = Policy(self.harness.policy.engines, self.recipe.rollouts, greedy=cfg.samples == 1)
         harness, found = self._harness(policy), dict[str, float]()
+        harness.reward = None if self.blend is None else self.blend.measure
         for prefix, draws in self.tasks.evaluated().items():
             found |= await evaluate(harness, draws, cfg.samples, self.recipe.seed, prefix)
         self.watch.evaluated(self.number, found)
@@ -359,6 +367,7 @@ class Run:
         cfg = self.recipe.asynchronous
         keeps_pages = cfg is not None and cfg.policy == "keep-session"
         self.harness = self._harness(Policy(engines, self.recipe.rollouts, keeps_pages=keeps_pages))
+        self.harness.reward = None if self.blend is None else partial(self.blend.score, workers=self.workers)
         if self.rollouts is not None:
             self.rollouts.play_with(self.harness)
         self.version, self.pushed = 0, None

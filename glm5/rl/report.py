@@ -18,6 +18,10 @@ from glm5.train.report import write_page
 REPORT = "report.html"
 TOGETHER = (
     ("reward/mean", "eval/mean"),
+    ("metric/proxy", "metric/true"),
+    ("eval/proxy", "eval/true"),
+    ("proxy/divergence", "proxy/correlation"),
+    ("metric/penalty_length", "metric/penalty_repetition", "metric/penalty_phrases"),
     ("reward/std", "reward/frac_zero_std"),
     ("entropy",),
     ("kl/mismatch",),
@@ -34,7 +38,17 @@ TOGETHER = (
     ("time/step", "time/rollout", "time/train", "time/push", "time/record"),
 )
 """Metrics that share a plot, in this order; all others follow, each in a plot of its own."""
-_IN_TABLE = ("reward/mean", "eval/mean", "entropy", "len/mean", "turns/mean", "time/step", "perf/rollout_tok_s")
+_IN_TABLE = (
+    "reward/mean",
+    "eval/mean",
+    "eval/proxy",
+    "eval/true",
+    "entropy",
+    "len/mean",
+    "turns/mean",
+    "time/step",
+    "perf/rollout_tok_s",
+)
 
 
 def write_report(out: Path, recipe: RLRecipe) -> Path:

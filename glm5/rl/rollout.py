@@ -14,7 +14,8 @@ class Rollout:
     `rewards`: named parts, whose sum is `reward`. `failure`: why it could not be finished, by a fault that it did not
     cause. `is_withheld`: its reward counts in its group, and none of its tokens is trained. `temperature`, `top_p`,
     `top_k`, `min_p`: of its sampling. `seed`: of its first request; unique in a run. `environment_seconds`: the part of
-    its `seconds` in which it waited for its environment; 0 for an agent that is a program.
+    its `seconds` in which it waited for its environment; 0 for an agent that is a program. `is_anchor`: a person's
+    answer, whose log-probabilities nobody knows (rl/rewards/anchors.py).
     """
 
     task: Task
@@ -34,6 +35,7 @@ class Rollout:
     failure_reason: str = ""
     seconds: float = 0.0
     environment_seconds: float = 0.0
+    is_anchor: bool = False
 
     @property
     def reward(self) -> float:

@@ -20,6 +20,7 @@ from glm5.model.glm5 import Glm5
 from glm5.rl.algorithms.table import preset_of
 from glm5.rl.build import PolicyBuilder, threads_of
 from glm5.rl.records.digest import digests
+from glm5.rl.rewards.anchors import Anchors
 from glm5.rl.rollout import Group
 from glm5.rl.shown import shown_examples
 from glm5.rl.state import RunState
@@ -30,7 +31,7 @@ from glm5.rl.training.packing import batches_of, pack
 from glm5.rl.training.policy import choose_parameters, policy_step, with_logprobs
 from glm5.rl.training.repair import Repairs, repair
 from glm5.rl.training.scores import Column, ScoreKeeper, Scores, number_tokens
-from glm5.rl.training.sequences import TrainingSequence, divided, sequences_of_step
+from glm5.rl.training.sequences import TrainingSequence, divided, sequences_of_step, with_anchors
 from glm5.train.batch import Batch
 from glm5.train.loop import deterministic, torch_threads
 from glm5.train.master_weights import MasterWeights
@@ -66,16 +67,18 @@ Learnt = tuple[dict[str, float], dict[str, Column]]
 class GroupTrainer(ABC):
     """Makes sequences of groups, which `learn` trains on."""
 
-    def __init__(self, recipe: RLRecipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: RLRecipe, anchors: Anchors | None) -> None:
+        self.recipe, self.anchors = recipe, anchors
         self.preset = preset_of(recipe.algorithm.name, recipe.algorithm.parameters)
 
     def train(self, groups: Sequence[Group], step: int) -> Trained:
         """Train on the groups of a step. Raises TrainingError where none can be trained on."""
         repaired, repairs = repair(groups)
         sequences = sequences_of_step(repaired, self.preset)
-        number_tokens(sequences)
         parts = divided(repaired, sequences, self.recipe.algorithm.steps_per_batch)
+        if self.anchors is not None:
+            with_anchors(sequences, parts, self.anchors.of_step(step))
+        number_tokens(sequences)
         metrics, columns = self.learn(sequences, parts, step)
         return Trained(metrics, repairs, Scores(sequences, columns))
 
@@ -90,7 +93,7 @@ class PolicyTrainer(GroupTrainer):
     rank, num_ranks = 0, 1
 
     def __init__(self, recipe: RLRecipe, builder: PolicyBuilder, device: torch.device) -> None:
-        super().__init__(recipe)
+        super().__init__(recipe, builder.anchors)
         self.builder, self.device = builder, device
         self._scored = ScoreKeeper()
         self.objective = RLObjective(self.preset, on_scored=self._scored)
@@ -142,9 +145,12 @@ class PolicyTrainer(GroupTrainer):
 
     def learn(self, sequences: Sequences, parts: Sequence[Sequences], step: int) -> Learnt:
         """See `GroupTrainer`."""
-        self.objective.coefficients = Coefficients(self.recipe.algorithm.reference_kl, self.recipe.entropy_at(step))
+        ce = 0.0 if self.anchors is None else self.anchors.cfg.ce
+        kl, entropy = self.recipe.algorithm.reference_kl, self.recipe.entropy_at(step)
+        self.objective.coefficients = Coefficients(kl, entropy, ce=ce)
         lr = self.recipe.lr_at(step)
-        of_critic = {} if self.critic is None else self.critic.learn(sequences, lr)
+        rollouts = [one for one in sequences if one.rollout is not None]
+        of_critic = {} if self.critic is None else self.critic.learn(rollouts, lr)
         is_frozen = self.critic is not None and step < self.recipe.algorithm.critic.warmup_steps
         balance_step = 0.0 if is_frozen else self.recipe.balance_step
         self.step.cfg = self.step.cfg.model_copy(update={"balance_step": balance_step})

@@ -21,6 +21,7 @@ from glm5.common.errors import ConfigError, ProcessEnded, TrainingError
 from glm5.common.remote import CLOSED, Remote
 from glm5.config.rl import RLRecipe
 from glm5.rl.build import Launcher, here, weight_folder
+from glm5.rl.rewards.anchors import Anchors
 from glm5.rl.rollout import Rollout
 from glm5.rl.segments import SegmentTree
 from glm5.rl.state import RunState
@@ -34,8 +35,15 @@ _LOOKS_SECONDS = 0.05
 class TrainerProcesses(GroupTrainer):
     """Has the methods of `PolicyTrainer` that a run calls, except that the state is read and written there."""
 
-    def __init__(self, recipe: RLRecipe, out: Path, devices: Sequence[str], launcher: Launcher = here) -> None:
-        super().__init__(recipe)
+    def __init__(
+        self,
+        recipe: RLRecipe,
+        out: Path,
+        devices: Sequence[str],
+        launcher: Launcher = here,
+        anchors: Anchors | None = None,
+    ) -> None:
+        super().__init__(recipe, anchors)
         num, timeout_s = len(devices), recipe.trainer.timeout_s
         self._ranks, self._out = list[Remote](), out
         try:

@@ -26,6 +26,21 @@ LOW_ENTROPY, LOW_STEPS = 0.01, 5
 """Nats a token below which a policy hardly explores, and the steps in a row after which that is told."""
 
 
+DIVERGED = 1.0
+"""Of `divergence`: from which on, with a true reward below its first one, the proxy is said to be hacked."""
+_BELIEVED = {"metric/proxy", "metric/true", "proxy/std", "true/std"}
+
+
+def divergence(begun: Mapping[str, float], now: Mapping[str, float]) -> float:
+    """The proxy's gain since the first step minus that of the true reward, each in standard deviations of the first
+    step's rollouts (at least 1e-3). Gao et al. (arXiv 2210.10760) plot both over the distance from the start."""
+    proxy, true = (
+        (now[f"metric/{name}"] - begun[f"metric/{name}"]) / max(begun[f"{name}/std"], 1e-3)
+        for name in ("proxy", "true")
+    )
+    return proxy - true
+
+
 class Watch(StepLog):
     """The metrics of a run; lines that it repeats are those of steps after `first`, and at its beginning all."""
 
@@ -38,6 +53,9 @@ class Watch(StepLog):
             settings = json.loads(recipe.model_dump_json())
             self._wandb = require("wandb", "wandb").init(project="glm5-rl", name=recipe.name, config=settings, dir=out)
         self._low_steps, self._has_warned = 0, False
+        lines = [] if first == 0 else read_metrics(out)
+        self._begun = next((line for line in lines if line.keys() >= _BELIEVED), None)
+        self._has_diverged = False
 
     def kept(self) -> list[dict[str, Any]]:
         """The records that a run that goes on does not repeat."""
@@ -50,6 +68,10 @@ class Watch(StepLog):
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics after `step` steps."""
+        if metrics.keys() >= _BELIEVED:
+            self._begun = self._begun or dict(metrics)
+            metrics = {**metrics, "proxy/divergence": divergence(self._begun, metrics)}
+            self._watch_proxy(step, metrics)
         super().step(step, metrics)
         self._watch_entropy(step, metrics.get("entropy", LOW_ENTROPY))
 
@@ -69,6 +91,21 @@ class Watch(StepLog):
         super().write(step, metrics, **about)
         if self._wandb is not None:
             self._wandb.log({name: short(value) for name, value in metrics.items()}, step=step)
+
+    def _watch_proxy(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn once of a proxy that rises while the true reward falls."""
+        assert self._begun is not None
+        fallen = metrics["metric/true"] < self._begun["metric/true"]
+        if fallen and metrics["proxy/divergence"] >= DIVERGED and not self._has_diverged:
+            self._has_diverged = True
+            self.release()
+            logger.warning(
+                "step %d: the proxy has risen from %.3g to %.3g and the true reward fallen from %.3g to %.3g since the "
+                "first step: what is rewarded is being hacked; give rules, a judge or guards more weight, or add "
+                "anchors (docs/rl-general.md)",
+                step,
+                *(line[f"metric/{name}"] for name in ("proxy", "true") for line in (self._begun, metrics)),
+            )
 
     def _watch_entropy(self, step: int, entropy: float) -> None:
         """Warn once of a policy that hardly explores."""

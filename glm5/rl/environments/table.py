@@ -14,9 +14,11 @@ from glm5.rl.environments.coding import Coding
 from glm5.rl.environments.digits import Digits
 from glm5.rl.environments.grid import Grid
 from glm5.rl.environments.guess import Guess
+from glm5.rl.environments.instructions import Instructions
 from glm5.rl.environments.kuhn import Kuhn
 from glm5.rl.environments.mathematics import mathematics
 from glm5.rl.environments.memory import Memory
+from glm5.rl.environments.prompts import Prompts
 from glm5.rl.environments.protocol import Environment
 from glm5.rl.environments.science import science
 from glm5.rl.environments.search import Search
@@ -39,6 +41,10 @@ ENVIRONMENTS: dict[str, Callable[[Boxes], Environment]] = {
     "tools": Tools,
     "search": Search,
     "terminal": Terminal,
+    "instructions": lambda _: Instructions(),
+    "correctness": lambda _: Prompts("correctness"),
+    "emotional": lambda _: Prompts("emotional"),
+    "quality": lambda _: Prompts("quality"),
 }
 BY_PREFIX: dict[str, Callable[[str, Boxes], Environment]] = {
     reasoning.PREFIX: lambda name, _: reasoning.Reasoning(name),

@@ -147,6 +147,7 @@ class Info(Struct):
     messages: list[dict[str, Any]]
     is_withheld: bool = False
     environment_seconds: float = 0.0
+    is_anchor: bool = False
 
 
 class Trace(Struct):
@@ -192,6 +193,7 @@ class Trace(Struct):
             "" if failure is None else failure.message,
             self.timing.agent.end,
             info.environment_seconds,
+            info.is_anchor,
         )
 
 
@@ -214,7 +216,7 @@ def trace_of(rollout: Rollout, name: str, group: int, number: int, columns: Sequ
         metrics=dict(rollout.metrics),
         info=Info(
             *(group, number, rollout.seed, *sampling, rollout.num_turns, _plain(rollout.messages)),
-            *(rollout.is_withheld, rollout.environment_seconds),
+            *(rollout.is_withheld, rollout.environment_seconds, rollout.is_anchor),
         ),
         stop_condition="failed" if failed else "truncated" if rollout.is_truncated else "done",
         ok=not failed,

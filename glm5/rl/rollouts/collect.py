@@ -80,6 +80,9 @@ async def play_group(
     ]
     if seats == 1 and len(groups[0].rollouts) > 1:
         await _score_together(harness, groups[0])
+    if harness.reward is not None:
+        for group in groups:
+            await harness.reward(group, draw.environment)
     return groups
 
 

@@ -9,14 +9,14 @@ request: the prompt is computed once.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from glm5.common.errors import EngineDead, GlmError
 from glm5.rl.environments.play import as_message
 from glm5.rl.environments.protocol import EpisodeFailed, Reply, Task, Turn
 from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
-from glm5.rl.rollout import Rollout
+from glm5.rl.rollout import Group, Rollout
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.conversation import Conversation
 from glm5.rl.rollouts.guard import Guard
@@ -26,8 +26,15 @@ from glm5.rl.segments import seed_of
 LATE = "its group would have become too old while it went on"
 
 
+Rewarding = Callable[[Group, str], Awaitable[None]]
+"""What is done with the rewards of a group that has ended, given the name of its environment in the recipe."""
+
+
 class Harness:
-    """Plays groups. `workers` run the episodes, `policy` replies, `chat` turns messages into tokens."""
+    """Plays groups. `workers` run the episodes, `policy` replies, `chat` turns messages into tokens. `reward`: if set,
+    it is awaited with each group."""
+
+    reward: Rewarding | None = None
 
     def __init__(self, policy: Policy, workers: EnvironmentWorkers, chat: TokenChat) -> None:
         self.policy, self.workers, self.chat = policy, workers, chat

@@ -22,7 +22,7 @@ from glm5.rl.environments.workers import EnvironmentWorkers, RemoteEpisode
 from glm5.rl.gateway.session import Ruled, Session
 from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
-from glm5.rl.rollouts.harness import LATE, in_parallel, unless_late
+from glm5.rl.rollouts.harness import LATE, Rewarding, in_parallel, unless_late
 from glm5.rl.rollouts.policy import Policy
 from glm5.rl.segments import seed_of
 
@@ -65,6 +65,8 @@ class Gateways:
 class ProgramHarness:
     """Plays groups as `Harness` does, by a program for each episode. All of a group speak to one engine; if it ends,
     episodes that have not ended are played again, by another one."""
+
+    reward: Rewarding | None = None
 
     def __init__(
         self, policy: Policy, workers: EnvironmentWorkers, chat: TokenChat, gateways: Gateways, cfg: AgentSection

@@ -144,7 +144,8 @@ class RLObjective:
         if len(chosen_G) < len(tokens.index_G):
             chosen_G = chosen_G.to(logprob_G.device)
             tokens, logprob_G, entropy_G = tokens.take(chosen_G), logprob_G[chosen_G], entropy_G[chosen_G]
-        current_G, rollout_G = logprob_G.detach().double(), _of(tokens, "rollout", "policy")
+        current_G, rollout_G = logprob_G.detach().double(), _of(tokens, "rollout", "policy").double()
+        rollout_G = torch.where(rollout_G.isnan(), tokens.columns.get("old", current_G), rollout_G)
         ratios = Ratios(
             current_G,
             tokens.columns.get("old", current_G),

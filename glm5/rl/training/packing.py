@@ -53,7 +53,7 @@ def batches_of(
 
 
 def batch_of(sequences: Sequence[TrainingSequence]) -> Batch:
-    """One batch of these sequences, without cross-entropy, in host memory."""
+    """One batch of these sequences in host memory; a column "ce" is its cross-entropy's weight."""
     ids_T = torch.from_numpy(np.concatenate([one.ids for one in sequences]))
     columns = {
         name: torch.from_numpy(np.concatenate([one.columns[name] for one in sequences]))
@@ -66,7 +66,8 @@ def batch_of(sequences: Sequence[TrainingSequence]) -> Batch:
         masks = [mask for one in sequences for mask in (one.kept or [b""] * len(one))]
         words_N = torch.from_numpy(np.frombuffer(b"".join(masks), "<i4").astype(np.int32))
         kept = Kept(words_N, torch.tensor([len(mask) // 4 for mask in masks], dtype=torch.int64))
-    return Batch(ids_T, torch.zeros(len(ids_T)), [len(one) for one in sequences], columns=columns, kept=kept)
+    weight_T = columns.pop("ce", torch.zeros(len(ids_T))).float()
+    return Batch(ids_T, weight_T, [len(one) for one in sequences], columns=columns, kept=kept)
 
 
 def _padded(sequences: Sequence[Sized], batch: Sequence[int]) -> int:

@@ -42,7 +42,9 @@ class Scores:
         names = [name for name in _OF_NODES if name in self.columns]
         first = 0
         for sequence in self.sequences:
-            assert sequence.rollout is not None
+            if sequence.rollout is None:  # a supervised term
+                first += len(sequence)
+                continue
             tree = sequence.rollout.tree
             for index in tree.path(sequence.leaf):
                 last = first + len(tree.segments[index].token_ids)

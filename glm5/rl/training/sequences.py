@@ -4,7 +4,8 @@
                  copies ("token-mean"); 0 for context. Its sum over the step is the denominator.
     entropy      the same, of the entropy; ref_kl the same, of the KL to the reference
     advantage    of the rollout; 0 where a critic gives each token its own later
-    rollout      the log-probability that the engine reported; temperature that at which the token was sampled
+    rollout      the log-probability that the engine reported, NaN for an anchor's; temperature that at which the token
+                 was sampled
 
 A sampled segment that several leaves share is trained in the first of their sequences and context in the others.
 """
@@ -82,9 +83,21 @@ def divided(
     return [part for part in found if part]
 
 
+def with_anchors(
+    sequences: list[TrainingSequence], parts: Sequence[list[TrainingSequence]], anchors: Sequence[TrainingSequence]
+) -> None:
+    """Add sequences of supervised terms to those of a step, and to its parts in turn. All get a column "ce"."""
+    for one in sequences:
+        one.columns["ce"] = np.zeros(len(one))
+    for number, one in enumerate(anchors):
+        sequences.append(one)
+        parts[number % len(parts)].append(one)
+
+
 def sequences_of(rollout: Rollout, advantage: float, copies: int, reduction: Reduction) -> list[TrainingSequence]:
-    """The sequences of one rollout that have something to train."""
+    """The sequences of one rollout that have something to train. An anchor has no advantage below 0."""
     tree = rollout.tree
+    advantage = max(0.0, advantage) if rollout.is_anchor else advantage
     unit = copies / tree.num_sampled if reduction == "sequence-mean" else float(copies)
     trained: set[int] = set()
     found: list[TrainingSequence] = []
@@ -108,7 +121,7 @@ def sequences_of(rollout: Rollout, advantage: float, copies: int, reduction: Red
             "entropy": unit_T,
             "ref_kl": unit_T,
             "advantage": np.where(unit_T > 0, advantage, 0.0),
-            "rollout": np.array(logprobs),
+            "rollout": np.where(unit_T > 0, np.nan, 0.0) if rollout.is_anchor else np.array(logprobs),
             "temperature": np.full(len(unit_T), rollout.temperature),
         }
         experts = joined_experts([(len(one.token_ids), one.experts) for one in segments])
