@@ -25,7 +25,7 @@ class Needs(NamedTuple):
 
 
 def needs_of(plan: Plan) -> dict[str, Needs]:
-    """By stage. Reads configs alone: the architecture is that of the first stage, whose checkpoint need not be there."""
+    """By stage, from configs alone: the architecture is that of the first stage, and no checkpoint need be there."""
     return {stage.name: _needs(plan.recipe, plan, stage) for stage in plan.stages}
 
 

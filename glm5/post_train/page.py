@@ -16,7 +16,7 @@ from glm5.train.report import write_page
 
 Row = Sequence[str]
 _ABOUT_STAGES = (
-    "Time is that of the process that ended the stage; processor time includes its own processes, and memory is that of "
+    "Time is that of the process that ended the stage; processor time includes its own processes, memory is that of "
     "the largest. Tokens a step: of an answer that drafts, its own included. Tokens a second are the measurement's."
 )
 

@@ -105,8 +105,10 @@ class Stage:
                     f"another out, or redo it and what follows with --restart-from {self.name}"
                 )
             return
-        with writing_to(self.file), atomic_write(self.file) as handle:
-            handle.writelines(f"{key} = {toml_of(value)}\n" for key, value in self.table.items())
+        with writing_to(self.file):
+            self.out.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self.file) as handle:
+                handle.writelines(f"{key} = {toml_of(value)}\n" for key, value in self.table.items())
 
 
 class Plan:

@@ -6,10 +6,6 @@ skill is measured with may change, and then it is measured again.
 """
 
 import json
-import logging
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,8 +18,6 @@ from glm5.common.bounded import TABLES, read_bounded_text
 from glm5.common.console import out as say
 from glm5.common.errors import TrainingError
 from glm5.common.extras import require
-from glm5.common.interrupt import end_with_parent
-from glm5.common.watching import reason_of_exit
 from glm5.config.post_train import PostTrainRecipe
 from glm5.config.quantize import QuantizeConfig
 from glm5.config.rl import RLRecipe
@@ -31,13 +25,11 @@ from glm5.post_train.measure import held_out, measure
 from glm5.post_train.needs import needs_of
 from glm5.post_train.page import Results, live_table, write_post_train_page
 from glm5.post_train.plan import Plan, Stage
+from glm5.post_train.process import run_glm5
 from glm5.post_train.served import measure_served
 from glm5.train.state import locked, writing_to
 
-logger = logging.getLogger(__name__)
-
 PAGE, SERVED = "report.html", "served.json"
-_KIB = 2**10
 
 
 def post_train(recipe: PostTrainRecipe, tables: Sequence[Mapping[str, Any]], restart_from: str | None = None) -> bool:
@@ -113,36 +105,9 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     took = {"seconds": 0.0, "cpu_seconds": 0.0, "peak_bytes": 0}
     # Quantization refuses a folder that it has finished.
     if not (isinstance(stage.recipe, QuantizeConfig) and (stage.checkpoint / "config.json").exists()):
-        took = _run_command(stage)
+        took = run_glm5(stage.command, f"stage {stage.name} (glm5 {stage.kind})")
     files = stage.checkpoint.glob("*.safetensors")
     return took | {"checkpoint": str(stage.checkpoint), "size_bytes": sum(file.stat().st_size for file in files)}
-
-
-def _run_command(stage: Stage) -> dict[str, Any]:
-    began = time.monotonic()
-    # In a session of its own, so that Ctrl-C reaches this process alone, which passes it on once.
-    process = subprocess.Popen(
-        [sys.executable, "-m", "glm5", *stage.command],
-        start_new_session=True,
-        preexec_fn=partial(end_with_parent, os.getpid()),
-    )
-    try:
-        _, status, usage = os.wait4(process.pid, 0)
-    except (KeyboardInterrupt, SystemExit):
-        process.terminate()
-        logger.warning("stage %s is stopped; the same command goes on from there", stage.name)
-        process.wait()
-        raise
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode in (130, 143):
-        raise KeyboardInterrupt
-    if process.returncode:
-        raise TrainingError(
-            f"stage {stage.name} (glm5 {stage.kind}): {reason_of_exit(process.returncode)}. What it had saved is in "
-            f"{stage.folder}, and the same command goes on from there"
-        )
-    cpu = usage.ru_utime + usage.ru_stime
-    return {"seconds": time.monotonic() - began, "cpu_seconds": cpu, "peak_bytes": usage.ru_maxrss * _KIB}
 
 
 def _read(file: Path) -> dict[str, Any] | None:
