@@ -68,8 +68,9 @@ class _Run:
                 self._say(stage.name)
                 done = self._kept(stage.done_file, lambda stage=stage: run_stage(stage))
             self.results.took[stage.name] = done
-            found = self._measured(stage.skills_file, partial(measure, self.recipe, stage.checkpoint, self.seeds))
-            self.results.measured[stage.name] = found
+            is_quantized = isinstance(stage.recipe, QuantizeConfig)
+            make = partial(measure, self.recipe, stage.checkpoint, self.seeds, is_quantized=is_quantized)
+            self.results.measured[stage.name] = self._measured(stage.skills_file, make)
         last, log = self.plan.stages[-1].checkpoint, self.out / "server.log"
         serve = partial(measure_served, self.recipe, last, self.seeds, log)
         self.results.served = self._measured(self.out / SERVED, serve)

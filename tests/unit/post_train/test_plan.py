@@ -69,6 +69,7 @@ def test_shown_conversations_are_solutions_and_named_by_what_they_are(plan, tmp_
 def test_needs_of_every_stage_without_a_checkpoint(plan, monkeypatch):
     for module in ("train", "rl"):
         monkeypatch.setattr(f"glm5.{module}.estimate.matmul_speed", lambda _: 1e10)
+    monkeypatch.setattr("glm5.rl.estimate.process_bytes", lambda _: 2.0**28)  # measuring one takes seconds
     made = plan()
     needs = needs_of(made)
     assert needs["base"].num_bytes > 0
@@ -78,5 +79,4 @@ def test_needs_of_every_stage_without_a_checkpoint(plan, monkeypatch):
     assert [line.split()[0] for line in lines] == ["stage", "base", "rl", "w4a8"]
     largest = max(one.num_bytes for one in needs.values() if one.num_bytes)
     name, size, unit, *_ = last.split()
-    # What a process holds by itself is measured anew each time.
-    assert (name, float(size), unit) == ("all", pytest.approx(largest / 2**30, rel=0.1), "GiB")
+    assert (name, size, unit) == ("all", f"{largest / 2**30:.3g}", "GiB")
