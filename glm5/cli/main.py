@@ -44,6 +44,7 @@ COMMANDS = {
     "rl filter": "find the tasks of a recipe that are neither too easy nor too hard",
     "rl export": "a run's best conversations, for supervised fine-tuning",
     "rl replay": "redo a training step of a run, to the same bits",
+    "post-train": "all stages of post-training, up to a served W4A8 model",
     "env make swe": "tasks of software engineering, from packages with tests",
     "env make terminal": "generated terminal tasks, as folders in Harbor's format",
     "env check": "whether the rewards of an environment's tasks can be trusted",

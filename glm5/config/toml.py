@@ -5,7 +5,7 @@ A wrong value is one line that says the file, the key, the value and what is all
 
 import json
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -32,12 +32,26 @@ def read_toml(path: str | Path, settings: Sequence[str], root: type[S]) -> S:
         raise ConfigError(f"{file}: cannot be understood: {error}") from None
     for setting in settings:
         _set(raw, setting)
+    return checked(raw, str(file), root)
+
+
+def checked(raw: Mapping[str, Any], where: str, root: type[S]) -> S:
+    """A recipe from a parsed file. Raises ConfigError naming the place and the key."""
     try:
         return root.model_validate_json(json.dumps(raw, default=str), strict=True)
     except RecursionError as error:
-        raise ConfigError(f"{file}: cannot be understood: {error}") from None
+        raise ConfigError(f"{where}: cannot be understood: {error}") from None
     except ValidationError as error:
-        raise ConfigError(f"{file}: {_explained(error, root)}") from None
+        raise ConfigError(f"{where}: {_explained(error, root)}") from None
+
+
+def toml_of(value: Any) -> str:
+    """A value of a parsed file as it is written in TOML, on one line; a table in braces."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {toml_of(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_of, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _explained(error: ValidationError, root: type[BaseModel]) -> str:

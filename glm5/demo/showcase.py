@@ -1,45 +1,20 @@
-"""The checkpoint behind a real server, asked a few held-out questions by the real `openai` client."""
+"""A served checkpoint, asked a few held-out questions by the real `openai` client."""
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from glm5.common.errors import GlmError
 from glm5.common.extras import require
 from glm5.train.data.dialogues import messages
 from glm5.train.data.questions import KINDS, Conversation, conversation
 
 MODEL_NAME = "nano"
+NAMED = ("--served-model-name", MODEL_NAME)
+"""Flags of the server."""
 QUESTIONS_PER_KIND = 2
 SHOWN_CHARACTERS = 70
 _SECONDS = 60
 
 Say = Callable[[str], None]
-
-
-@contextmanager
-def server(model: Path, log: Path) -> Iterator[str]:
-    """`glm5 serve` in a process of its own on a free port; gives its URL, and ends it with the block."""
-    command = [sys.executable, "-m", "glm5", "serve", str(model), "--port", "0", "--served-model-name", MODEL_NAME]
-    with log.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-    with process:
-        try:
-            yield _listening_on(process, log)
-        finally:
-            process.terminate()
-            process.wait(_SECONDS)
-
-
-def _listening_on(process: subprocess.Popen[str], log: Path) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("listening on "):
-            return line.removeprefix("listening on ").strip()
-    raise GlmError(f"the server ended before it listened; {log} says why")
 
 
 def show(url: str, say: Say, kinds: Iterable[str] = KINDS, questions_per_kind: int = QUESTIONS_PER_KIND) -> None:

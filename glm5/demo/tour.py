@@ -11,8 +11,9 @@ from glm5.common.console import out as say
 from glm5.common.extras import require
 from glm5.demo.run import train, writable
 from glm5.demo.scoring import Score, score_all
-from glm5.demo.showcase import server, show
+from glm5.demo.showcase import NAMED, show
 from glm5.engine.llm import LLM
+from glm5.serve.local import server
 
 REQUIRED = 0.9
 DRAFTS = 3
@@ -42,7 +43,7 @@ def run_demo(out: Path, program: str = "glm5", kept: Path | None = None) -> int:
     say(PLAN, flush=True)
     if kept is not None:
         say(f"serving {kept}, which is trained already\n", flush=True)
-        with server(kept, out / "kept-server.log") as url:
+        with server(kept, out / "kept-server.log", *NAMED) as url:
             show(url, say, KEPT_KINDS, 1)
         say(f"\nanswered after {time.monotonic() - start:.0f} s", flush=True)
     begun = time.monotonic()
@@ -64,7 +65,7 @@ def run_demo(out: Path, program: str = "glm5", kept: Path | None = None) -> int:
     scored = time.monotonic()
 
     say("serving it, and asking through the openai client\n", flush=True)
-    with server(model, out / "server.log") as url:
+    with server(model, out / "server.log", *NAMED) as url:
         show(url, say)
     shown = time.monotonic()
     seconds = {"training": trained - begun, "scoring": scored - trained, "serving": shown - scored}

@@ -102,10 +102,16 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
 
 
 def _rounds_as_trained(plan: Plan) -> bool:
-    """Whether a plan does what training with int4 in view did, and nothing else: experts in groups, by min-max."""
-    trained = Scheme(Grid("int", 4, "group", GROUP), None)
+    """Whether a plan does to experts what training with int4 in view did: groups of 128, by min-max, and nothing is
+    turned or smoothed before. Whatever else it quantizes, and tokens, keep 8 bits."""
+    trained = Grid("int", 4, "group", GROUP)
+
+    def fits(layer_idx: int, module: str, scheme: Scheme) -> bool:
+        is_trained = module.startswith(STACK) and layer_idx < plan.cfg.num_hidden_layers
+        return scheme.weight == trained if is_trained else scheme.weight.bits == 8
+
     return plan.recipe.is_plain and all(
-        linear.scheme == trained and module.startswith(STACK) and layer_idx < plan.cfg.num_hidden_layers
+        fits(layer_idx, module, linear.scheme)
         for layer_idx, linears in plan.linears.items()
         for module, linear in linears.items()
     )

@@ -95,6 +95,14 @@ def estimate(recipe: RLRecipe) -> str:
     return "\n".join(lines)
 
 
+def needs(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, float]:
+    """Bytes at the peak of trainer and engines together, and seconds of all steps."""
+    places = [torch.device(one) for one in recipe.rollouts.devices] or [device_of(recipe.device)]
+    engines = sum(sum(engine_parts(cfg, recipe, len(places), place).values()) for place in places)
+    seconds, _ = step_seconds(cfg, recipe, read_metrics(recipe.folder))
+    return sum(trainer_parts(cfg, recipe).values()) + engines, seconds * recipe.steps
+
+
 def trainer_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
     """Bytes at the peak of a step in the process of `glm5 rl`, by purpose."""
     # What the functions of supervised training read of its recipes. An exact pass keeps the inputs of layers alone.

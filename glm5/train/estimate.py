@@ -51,8 +51,7 @@ def estimate(recipe: Recipe) -> str:
     for stage in recipe.stage:
         parts = memory_parts(cfg, recipe, stage)
         needed = sum(parts.values())
-        tokens = (Schedule(stage).draws(stage.steps - 1).stop) * stage.seq_len
-        stage_seconds = flops_per_token(cfg, stage.seq_len, phase_of(stage)) * tokens / (EFFICIENCY * speed)
+        tokens, stage_seconds = _tokens(stage), _seconds(cfg, stage, speed)
         seconds += stage_seconds
         listed = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts.items())
         lines.append(
@@ -69,6 +68,21 @@ def estimate(recipe: Recipe) -> str:
         f"{free / GIB:.3g} free"
     )
     return "\n".join([*lines, recipe_json(recipe)])
+
+
+def needs(cfg: ModelConfig, recipe: Recipe) -> tuple[float, float]:
+    """Bytes at the peak of the largest stage, and seconds of all."""
+    speed = matmul_speed(device_of(recipe.device))
+    peak = max(sum(memory_parts(cfg, recipe, stage).values()) for stage in recipe.stage)
+    return peak, sum(_seconds(cfg, stage, speed) for stage in recipe.stage)
+
+
+def _tokens(stage: StageConfig) -> int:
+    return Schedule(stage).draws(stage.steps - 1).stop * stage.seq_len
+
+
+def _seconds(cfg: ModelConfig, stage: StageConfig, speed: float) -> float:
+    return flops_per_token(cfg, stage.seq_len, phase_of(stage)) * _tokens(stage) / (EFFICIENCY * speed)
 
 
 def recipe_json(recipe: Section) -> str:

@@ -9,7 +9,7 @@ from glm5.config.rl import read_rl_recipe
 from glm5.config.train import Recipe, read_recipe
 
 FOLDER = Path(__file__).parents[3] / "recipes"
-RECIPES = sorted(path for path in FOLDER.glob("*.toml") if not path.name.startswith("rl-"))
+RECIPES = sorted(path for path in FOLDER.glob("*.toml") if not path.name.startswith(("rl-", "post-train-", "w4a8-")))
 SMALL = """
 name = "small"
 [model]

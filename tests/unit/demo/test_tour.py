@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from glm5.chat.template import ChatTemplate
-from glm5.common.errors import GlmError
 from glm5.demo import tour
 from glm5.demo.scoring import Score, score
-from glm5.demo.showcase import server
 from glm5.train.data.dialogues import messages, train_tokenizer
 from glm5.train.data.questions import KINDS, conversation
 
@@ -117,9 +115,3 @@ def test_drafts_that_do_not_stand_fail_the_demo(short_tour, capsys):
     drafts["accepted"] = [500, 200, 100]
     assert tour.run_demo(out) == 1
     assert "1.80 tokens a step for each request, with 3 drafted   not above 1.8: the demo" in capsys.readouterr().out
-
-
-def test_a_server_that_cannot_start_is_an_error(tmp_path):
-    with pytest.raises(GlmError, match=r"the server ended before it listened; .*server\.log says why"):
-        server(tmp_path / "no model", tmp_path / "server.log").__enter__()
-    assert "no such directory" in (tmp_path / "server.log").read_text()

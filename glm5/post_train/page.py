@@ -1,0 +1,183 @@
+"""The page of a run, and the table that is printed while it goes on."""
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from glm5.common.plot import plot
+from glm5.config.post_train import PostTrainRecipe
+from glm5.post_train.compare import RESAMPLES, Difference, changes, paired, score
+from glm5.post_train.needs import aligned
+from glm5.train.estimate import GIB, format_duration
+from glm5.train.report import write_page
+
+Row = Sequence[str]
+_ABOUT_STAGES = (
+    "Time is that of the process that ended the stage; processor time includes its own processes, memory is that of "
+    "the largest. Tokens a step: of an answer that drafts, its own included. Tokens a second are the measurement's."
+)
+
+
+@dataclass
+class Results:
+    """What is known of a run, by stage. `estimated`: seconds; `took`, `measured`, `served`: as the files have them."""
+
+    recipe: PostTrainRecipe
+    estimated: Mapping[str, float | None]
+    took: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    served: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def scores(self, skill: str) -> dict[str, float]:
+        """Of the stages that were measured, in order."""
+        return {name: score(found["skills"][skill]) for name, found in self.measured.items()}
+
+    @property
+    def skills(self) -> list[str]:
+        return [one.environment for one in self.recipe.skill]
+
+    @cached_property
+    def differences(self) -> dict[str, tuple[str, Difference]]:
+        """By skill the best stage, and the served model beside it."""
+        found = dict[str, tuple[str, Difference]]()
+        for skill in self.skills:
+            scores = self.scores(skill)
+            best = max(scores, key=lambda name: scores[name])
+            found[skill] = best, paired(self.measured[best]["skills"][skill], self.served["skills"][skill])
+        return found
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the served model is within the margin in every skill."""
+        return all(found.is_within(self.recipe.evaluation.margin) for _, found in self.differences.values())
+
+
+def acceptance(found: Mapping[str, Any]) -> str:
+    """Tokens a step of an answer that drafts, its own included."""
+    steps = found["drafted"][0] if found["drafted"] else 0
+    return f"{1 + sum(found['accepted']) / steps:.2f}" if steps else ""
+
+
+def live_table(results: Results, running: str | None) -> str:
+    """What is done, what runs, and how long the rest will take at most; with skills once they are measured."""
+    rows = [("stage", "command", "state", "time", *results.skills, "tokens/step")]
+    left = 0.0
+    for stage in results.recipe.stage:
+        took, found = results.took.get(stage.name), results.measured.get(stage.name)
+        state = "done" if took else "running" if stage.name == running else ""
+        estimated = results.estimated[stage.name]
+        left += 0.0 if took or estimated is None else estimated
+        guessed = "" if estimated is None else f"ETA {format_duration(estimated)}"
+        shown = (
+            [f"{score(found['skills'][skill]):.3f}" for skill in results.skills]
+            if found
+            else [""] * len(results.skills)
+        )
+        time = format_duration(took["seconds"]) if took else guessed
+        rows.append((stage.name, stage.kind, state, time, *shown, acceptance(found) if found else ""))
+    if results.served:
+        shown = [f"{score(results.served['skills'][skill]):.3f}" for skill in results.skills]
+        rows.append(("served", "serve", "done", "", *shown, acceptance(results.served)))
+        lines = [
+            verdict(skill, *found, results.recipe.evaluation.margin) for skill, found in results.differences.items()
+        ]
+        return "\n".join([aligned(rows), *lines])
+    return f"{aligned(rows)}\nestimated for what is left, measurements aside: {format_duration(left)}"
+
+
+def verdict(skill: str, best: str, found: Difference, margin: float) -> str:
+    """A sentence on the served model."""
+    held = "within" if found.is_within(margin) else "not within"
+    return (
+        f"{skill}: served minus {best}, the best: {100 * found.mean:+.2f} points, 95 % interval {100 * found.low:+.2f} "
+        f"to {100 * found.high:+.2f} ({found.num_tasks:,} tasks), {held} {100 * margin:g}"
+    )
+
+
+def write_post_train_page(path: Path, results: Results) -> Path:
+    """Write the page, atomically; returns its path."""
+    names = [stage.name for stage in results.recipe.stage]
+    plots = plot(
+        {
+            skill: [(1 + names.index(name), value) for name, value in results.scores(skill).items()]
+            for skill in results.skills[:5]
+        },
+        len(names),
+    )
+    body = "".join(
+        [
+            "<h2>Skills by stage</h2><p>Mean reward of held-out tasks, which no stage was trained on.</p>",
+            _table(_skills(results)),
+            plots,
+            "<h2>The served model beside each skill's best stage</h2>",
+            f"<p>Over HTTP, the same tasks; 95 % interval by paired bootstrap, {RESAMPLES:,} resamples of tasks.</p>",
+            _table(_served(results)),
+            "<h2>Stages</h2>",
+            f"<p>{_ABOUT_STAGES}</p>",
+            _table(_stages(results)),
+        ]
+    )
+    return write_page(path, results.recipe.name, body)
+
+
+def _skills(results: Results) -> Iterable[Row]:
+    """A row for each stage: the score, and what became of the skill."""
+    yield ("stage", *results.skills)
+    of = {skill: (results.scores(skill), changes(results.scores(skill))) for skill in results.skills}
+    for stage in results.recipe.stage:
+        cells = list[str]()
+        for scores, changed in of.values():
+            words = [f"{what} {100 * points:.1f}" for what, points in changed[stage.name].items() if points >= 0.0005]
+            cells.append(f"{scores[stage.name]:.3f}" + (f" ({', '.join(words)})" if words else ""))
+        yield (stage.name, *cells)
+    yield ("served", *(f"{score(results.served['skills'][skill]):.3f}" for skill in results.skills))
+
+
+def _served(results: Results) -> Iterable[Row]:
+    yield ("skill", "best stage", "its score", "served", "difference", "95 % interval", "tasks", "within the margin")
+    for skill, (best, found) in results.differences.items():
+        yield (
+            skill,
+            best,
+            f"{results.scores(skill)[best]:.3f}",
+            f"{score(results.served['skills'][skill]):.3f}",
+            f"{100 * found.mean:+.2f} points",
+            f"{100 * found.low:+.2f} to {100 * found.high:+.2f}",
+            f"{found.num_tasks:,}",
+            "yes" if found.is_within(results.recipe.evaluation.margin) else "no",
+        )
+
+
+def _stages(results: Results) -> Iterable[Row]:
+    yield ("stage", "command", "time", "processor time", "memory", "size", "tokens/step", "tokens/s", "measuring")
+    for stage in results.recipe.stage:
+        took, found = results.took[stage.name], results.measured[stage.name]
+        yield (
+            stage.name,
+            stage.kind,
+            f"{took['seconds']:,.0f} s",
+            f"{took['cpu_seconds']:,.0f} s",
+            f"{took['peak_bytes'] / GIB:.2f} GiB",
+            f"{took['size_bytes'] / 1e6:,.1f} MB",
+            *_pace(found),
+        )
+    yield ("served", "serve", "", "", "", "", *_pace(results.served))
+    seconds = sum(one["seconds"] for one in results.took.values())
+    cpu = sum(one["cpu_seconds"] for one in results.took.values())
+    measuring = [*results.measured.values(), results.served]
+    all_seconds = seconds + sum(one["all_seconds"] for one in measuring)
+    all_cpu = cpu + sum(one["cpu_seconds"] for one in measuring)
+    yield ("all", "", f"{all_seconds:,.0f} s", f"{all_cpu:,.0f} s", "", "", "", "", "")
+
+
+def _pace(found: Mapping[str, Any]) -> Row:
+    return acceptance(found), f"{found['tokens'] / found['seconds']:,.0f}", f"{found['all_seconds']:,.0f} s"
+
+
+def _table(rows: Iterable[Row]) -> str:
+    head, *body = rows
+    lines = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
+    return f"<table><tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in head)}</tr>{lines}</table>"

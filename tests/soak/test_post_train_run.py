@@ -1,0 +1,101 @@
+"""`glm5 post-train` from nothing to a served W4A8 model; killed at random moments by command, it ends with the same
+bits."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY, NANO = ROOT / "tests/data/post-train-tiny.toml", ROOT / "recipes/post-train-nano.toml"
+KILLS = 6
+
+
+def begin(recipe, out, *more):
+    command = [sys.executable, "-m", "glm5", "post-train", str(recipe), "--set", f'out="{out}"', *more]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+
+
+def rewards(file):
+    return json.loads(file.read_text())["skills"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a whole run, and how long it took."""
+    out, began = tmp_path_factory.mktemp("whole") / "run", time.monotonic()
+    assert begin(TINY, out).wait() in (0, 1)  # 1: not within the margin, which so short a run may miss
+    return out, time.monotonic() - began
+
+
+def contents(out):
+    """Every file of every stage's checkpoint, and what each stage and the server answered."""
+    stages = ["base", "sft", "reasoning", "w4a8"]
+    found = {name: Path(json.loads((out / f"{name}.done.json").read_text())["checkpoint"]) for name in stages}
+    files = {
+        f"{name}/{file.name}": file.read_bytes()
+        for name, folder in found.items()
+        for file in sorted(folder.iterdir())
+        if file.suffix in (".safetensors", ".json", ".jinja") and not file.name.startswith("quantization.")
+    }
+    skills = {name: rewards(out / f"{name}.skills.json") for name in stages}
+    return files, skills | {"served": rewards(out / "served.json")}
+
+
+@pytest.mark.slow
+def test_every_stage_is_measured_and_the_last_one_served(finished):
+    out, _ = finished
+    files, skills = contents(out)
+    assert {name.split("/")[0] for name in files} == {"base", "sft", "reasoning", "w4a8"}
+    assert all(len(found["sort"]) == len(found["reverse"]) == 100 for found in skills.values())
+    served = json.loads((out / "served.json").read_text())
+    assert served["drafted"][0] > 0
+    assert served["tokens"] > 0
+    # The engine of a measurement and the server compute the same: greedy answers of the same model agree.
+    assert skills["served"] == skills["w4a8"]
+    page = (out / "report.html").read_text()
+    assert all(f"<td>{name}</td>" in page for name in ("base", "sft", "reasoning", "w4a8", "served"))
+
+
+@pytest.mark.slow
+def test_what_is_done_is_not_repeated(finished):
+    out, _ = finished
+    before = {file: file.stat().st_mtime_ns for file in out.rglob("*.json")}
+    assert begin(TINY, out).wait() in (0, 1)
+    assert {file: file.stat().st_mtime_ns for file in out.rglob("*.json")} == before
+
+
+@pytest.mark.long
+def test_killed_at_random_moments_it_ends_with_the_same_bits(finished, tmp_path):
+    """The control: another seed of one stage ends with other bits."""
+    whole, seconds = finished
+    seed = int(os.environ.get("KILL_SEED", random.randrange(10**6)))
+    print(f"KILL_SEED={seed}")
+    draw, out = random.Random(seed), tmp_path / "run"
+    for _ in range(KILLS):
+        process, moment = begin(TINY, out), draw.uniform(2.0, seconds / 3)
+        try:
+            process.wait(moment)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        done = sorted(file.name for file in out.glob("*.done.json")) if out.exists() else []
+        print(f"killed after {moment:.1f} of {seconds:.1f} s; done: {done}")
+    assert begin(TINY, out).wait() in (0, 1)
+    (files, skills), (expected, expected_skills) = contents(out), contents(whole)
+    assert [name for name in expected if files.get(name) != expected[name]] == []
+    assert files.keys() == expected.keys()
+    assert skills == expected_skills
+    other = tmp_path / "other"
+    assert begin(TINY, other, "stage.2.recipe.seed=1").wait() in (0, 1)
+    assert contents(other)[0]["reasoning/model.safetensors"] != expected["reasoning/model.safetensors"]
+
+
+@pytest.mark.long
+def test_the_nano_recipe_ends_within_its_margin(tmp_path):
+    assert begin(NANO, tmp_path / "run").wait() == 0

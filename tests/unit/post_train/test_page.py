@@ -1,0 +1,51 @@
+"""The table and the page say what the files say."""
+
+from glm5.post_train.page import Results, acceptance, live_table, write_post_train_page
+
+
+def found(sort, guess):
+    skills = {"sort": sort, "guess": guess}
+    return {
+        "skills": skills,
+        "tokens": 100,
+        "seconds": 2.0,
+        "drafted": [40],
+        "accepted": [10],
+        "all_seconds": 3.0,
+        "cpu_seconds": 1.0,
+    }
+
+
+def results(plan):
+    made = Results(plan().recipe, {"base": 60.0, "rl": 120.0, "w4a8": None})
+    made.took["base"] = {"seconds": 50.0, "cpu_seconds": 40.0, "peak_bytes": 2**30, "size_bytes": 5_000_000}
+    made.measured["base"] = found([1.0, 0.0], [0.5, 0.5])
+    return made
+
+
+def test_the_table_shows_what_is_done_and_what_is_left(plan):
+    lines = live_table(results(plan), "rl").splitlines()
+    assert lines[1].split() == ["base", "train", "done", "50", "seconds", "0.500", "0.500", "1.25"]
+    assert lines[2].split() == ["rl", "rl", "running", "ETA", "2.0", "minutes"]
+    assert lines[3].split() == ["w4a8", "quantize"]
+    assert lines[4] == "estimated for what is left, measurements aside: 2.0 minutes"
+
+
+def test_the_page_has_every_skill_by_stage_and_the_served_model_beside_the_best(plan, tmp_path):
+    made = results(plan)
+    for name, measured in (("rl", found([1.0, 1.0], [0.0, 0.5])), ("w4a8", found([1.0, 0.0], [0.5, 0.5]))):
+        made.took[name], made.measured[name] = made.took["base"], measured
+    made.served = found([1.0, 1.0], [0.5, 0.25])
+    page = write_post_train_page(tmp_path / "page.html", made).read_text()
+    assert "<td>1.000 (gained 50.0)</td><td>0.250 (forgotten 25.0)</td>" in page
+    assert "<td>0.500 (forgotten 50.0)</td><td>0.500 (given back 25.0)</td>" in page
+    assert "<td>sort</td><td>rl</td><td>1.000</td><td>1.000</td><td>+0.00 points</td>" in page
+    assert "<td>guess</td><td>base</td><td>0.500</td><td>0.375</td><td>-12.50 points</td>" in page
+    assert not made.is_within
+    assert "not within 3" in live_table(made, None)
+    assert "<td>all</td><td></td><td>162 s</td><td>124 s</td>" in page
+
+
+def test_acceptance_counts_the_own_token():
+    assert acceptance({"drafted": [40, 40], "accepted": [30, 10]}) == "2.00"
+    assert acceptance({"drafted": [0], "accepted": [0]}) == acceptance({"drafted": [], "accepted": []}) == ""

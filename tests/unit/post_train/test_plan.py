@@ -1,0 +1,82 @@
+"""Stages are recipes that their commands read, with start and folder; a changed one is refused; shown conversations."""
+
+import json
+
+import pytest
+
+from glm5.common.errors import ConfigError, TrainingError
+from glm5.config.rl import read_rl_recipe
+from glm5.config.train import read_recipe
+from glm5.post_train.needs import needs_of, table_of
+from tests.unit.post_train.conftest import TEXT
+
+
+def test_what_is_written_is_what_the_command_reads(plan, tmp_path):
+    base, rl, w4a8 = plan().stages
+    for stage in (base, rl):
+        stage.begin()
+    assert read_recipe(base.file) == base.recipe
+    assert read_rl_recipe(rl.file) == rl.recipe
+    assert base.command == ["train", str(tmp_path / "run/base.toml")]
+    assert rl.recipe.model.checkpoint == str(tmp_path / "run/base/pretrain/last")
+    assert (rl.recipe.model.dtype, rl.recipe.model.preset) == ("bfloat16", None)
+    run = tmp_path / "run"
+    flags = ["--scheme=w4a8", "--held-out-tokens=0", "--restart"]
+    assert w4a8.command == ["quantize", str(run / "rl/policy"), str(run / "w4a8"), *flags]
+
+
+def test_the_best_checkpoint_of_training_is_the_start_of_what_follows(plan, tmp_path):
+    (tmp_path / "run/base/pretrain/best").mkdir(parents=True)
+    assert plan().stages[1].recipe.model.checkpoint == str(tmp_path / "run/base/pretrain/best")
+
+
+def test_a_changed_recipe_of_a_begun_stage_is_refused_until_it_is_deleted(plan):
+    plan().stages[1].begin()
+    changed = plan(TEXT.replace("groups = 5", "groups = 6"))
+    with pytest.raises(TrainingError, match=r"stage rl .*rollouts\.groups was 5 and is 6; .*--restart-from rl"):
+        changed.check()
+    for stage in changed.from_stage("rl"):
+        stage.delete()
+    changed.check()
+    with pytest.raises(ConfigError, match="no stage is called 'sft'; known are base, rl, w4a8"):
+        changed.from_stage("sft")
+
+
+def test_what_a_command_would_refuse_is_refused_before_any_runs(plan):
+    with pytest.raises(ConfigError, match=r"stage rl: rollouts\.groups: got 0; allowed: at least 1"):
+        plan(TEXT.replace("groups = 5", "groups = 0"))
+    with pytest.raises(ConfigError, match="stage w4a8: scheme: got 'w3'"):
+        plan(TEXT.replace('scheme = "w4a8"', 'scheme = "w3"'))
+
+
+def test_shown_conversations_are_solutions_and_named_by_what_they_are(plan, tmp_path):
+    first = plan()
+    first.show()
+    (rows,) = (tmp_path / "run/shown").glob("*.jsonl")
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert len(found) == 30
+    for row in found:
+        asked, said = (message["content"] for message in row["messages"])
+        assert said == "".join(sorted(asked.removeprefix("Sort ")))
+    more = plan(TEXT.replace("conversations = 30", "conversations = 31"))
+    first.stages[0].begin()
+    with pytest.raises(TrainingError, match="stage base was begun with another recipe"):
+        more.check()
+    with pytest.raises(ConfigError, match="shown solved: level: got 9; allowed: 0 to 3"):
+        plan(TEXT.replace("conversations = 30", "conversations = 32\nlevel = 9")).show()
+
+
+def test_needs_of_every_stage_without_a_checkpoint(plan, monkeypatch):
+    for module in ("train", "rl"):
+        monkeypatch.setattr(f"glm5.{module}.estimate.matmul_speed", lambda _: 1e10)
+    monkeypatch.setattr("glm5.rl.estimate.process_bytes", lambda _: 2.0**28)  # measuring one takes seconds
+    made = plan()
+    needs = needs_of(made)
+    assert needs["base"].num_bytes > 0
+    assert needs["rl"].seconds > 0
+    assert needs["w4a8"] == (None, None)
+    *lines, last, _ = table_of(made).splitlines()
+    assert [line.split()[0] for line in lines] == ["stage", "base", "rl", "w4a8"]
+    largest = max(one.num_bytes for one in needs.values() if one.num_bytes)
+    name, size, unit, *_ = last.split()
+    assert (name, size, unit) == ("all", f"{largest / 2**30:.3g}", "GiB")
