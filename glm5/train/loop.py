@@ -233,7 +233,9 @@ class _Stage:
 
     @cached_property
     def _held_out_rows(self) -> list[Row]:
-        return [self.rows.row(draw, "held out") for draw in range(self.recipe.checkpoints.held_out)]
+        rows = [self.rows.row(draw, "held out") for draw in range(self.recipe.checkpoints.held_out)]
+        # Pairs are counted, and a temperature is fitted on them: each once, also where there are fewer rows.
+        return list({row.ids.tobytes(): row for row in rows}.values()) if self.stage.learns_pairs else rows
 
     def _save_checkpoint(self, metrics: dict[str, float]) -> None:
         """Write a checkpoint, update the links `last` and `best`, write the state, and delete older checkpoints."""

@@ -10,16 +10,19 @@ import pytest
 import torch
 
 from glm5.common.errors import ConfigError, DataError, TrainingError
+from glm5.config.parallel import ParallelConfig
 from glm5.config.presets import preset
 from glm5.config.step import LossConfig, OptimizerConfig
 from glm5.config.train import Recipe, read_recipe
 from glm5.model.packed import PackedView
 from glm5.testing.numerics import rel_rms
 from glm5.train.batch import Batch
+from glm5.train.build import Builder
 from glm5.train.calibration import calibration_error, fitted_temperature, mean_loss, probabilities
 from glm5.train.estimate import memory_parts
 from glm5.train.loop import train
 from glm5.train.optim.build import Optimizers
+from glm5.train.parallel.mesh import check_stage, mesh_of
 from glm5.train.preference import (
     REFERENCE,
     BradleyTerry,
@@ -30,6 +33,7 @@ from glm5.train.preference import (
 )
 from glm5.train.reference import Reference
 from glm5.train.reward_model import RewardModel
+from glm5.train.stage_trainer import StageTrainer
 from glm5.train.step import Phase, Step
 from tests.support.models import random_model
 from tests.support.peak import peak_bytes
@@ -240,6 +244,8 @@ def test_what_pairs_do_not_go_with_is_refused(folder):
     plain = recipe(folder, "refused", "reward").model_dump(exclude_unset=True)
     with pytest.raises(ValueError, match="stage reward trains a value head"):
         Recipe.model_validate({**plain, "model": {"checkpoint": "x"}, "lora": {"rank": 2}})
+    with pytest.raises(ConfigError, match="stage reward: reward trains in one process; leave --nproc out"):
+        check_stage(mesh_of(ParallelConfig(), 2), preset("tiny"), recipe(folder, "refused", "reward").stage[0])
     with pytest.raises(DataError, match=r"holds pairs of answers .* not sft"):
         train(recipe(folder, "sft", "reward", 'stage.0.kind="sft"'), folder)
     (folder / "talk.jsonl").write_text(
@@ -249,13 +255,22 @@ def test_what_pairs_do_not_go_with_is_refused(folder):
         train(recipe(folder, "talk", "dpo", 'stage.0.data.0.files=["talk.jsonl"]'), folder)
 
 
+def test_an_adapter_learns_from_pairs(folder):
+    """The reference is the model below the adapter, which changes nothing at first."""
+    base = train(recipe(folder, "base", "dpo", "stage.0.steps=1"), folder)
+    given = recipe(folder, "unused", "dpo").model_dump(mode="json", exclude_unset=True)
+    given |= {"model": {"checkpoint": str(base)}, "lora": {"rank": 2}, "out": str(folder / "lora")}
+    adapter = train(Recipe.model_validate({**given, "stage": [{**given["stage"][0], "lr": 0.03}]}), folder)
+    assert (adapter / "adapter_model.safetensors").is_file()
+    lines = [json.loads(line) for line in (folder / "lora/metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert lines[-2]["loss"] < math.log(2) - 1e-3
+
+
 @pytest.mark.parametrize("kind", ["reward", "dpo"])
 def test_memory_is_what_the_estimate_says(folder, kind):
-    """Weights, optimizer state and the peak of a step: of 256 tokens, where they matter."""
-    from glm5.train.build import Builder
-    from glm5.train.stage_trainer import StageTrainer
-
-    settings = ["stage.0.seq_len=256", "stage.0.sequences=2"]
+    """Weights, optimizer state and the peak of a step."""
+    settings = ["stage.0.seq_len=128", "stage.0.sequences=2"]
     plan = recipe(folder, f"memory-{kind}", kind, *settings)
     builder = Builder(plan, folder, plan.folder)
     trainer, stage = StageTrainer(plan, builder, None), plan.stage[0]
