@@ -46,7 +46,9 @@ ARMS = {
     "anchors alone": f"model.weight=0 rules.weight=1e-9 {_NO_GUARDS} anchors.members=false",
     "rules and reward model": f"{_NO_GUARDS} {_NO_ANCHORS}",
 }
-"""What each sets of the recipe's [reward]. Anchors alone: advantages are below 1e-2."""
+CLAIMED = ("reward model alone", "rules alone", "hybrid")
+"""What each arm sets of the recipe's [reward] (anchors alone: advantages are below 1e-2), and those about which something
+is claimed, which run first."""
 
 
 def recipe_of(settings: BenchHybridConfig, arm: str, seed: int, out: str | Path) -> RLRecipe:
@@ -122,6 +124,7 @@ def measure(settings: BenchHybridConfig, say: Callable[[str], None]) -> str:
     with locked(file.parent):
         done = {(line["arm"], line["seed"]): line for line in read_lines(file) if line["recipe"] == key}
         jobs = [(arm, seed) for arm in ARMS for seed in SEEDS[: settings.seeds]]
+        jobs.sort(key=lambda job: (job[0] not in CLAIMED, job[1]))
         for arm, seed in (job for job in jobs if job not in done):
             if seed not in about:
                 about[seed] = prepare(settings, seed)
