@@ -47,8 +47,7 @@ ARMS = {
     "rules and reward model": f"{_NO_GUARDS} {_NO_ANCHORS}",
 }
 CLAIMED = ("reward model alone", "rules alone", "hybrid")
-"""What each arm sets of the recipe's [reward] (anchors alone: advantages are below 1e-2), and those about which something
-is claimed, which run first."""
+"""What each arm sets of the recipe's [reward] (anchors alone: advantages are below 1e-2), and those that run first."""
 
 
 def recipe_of(settings: BenchHybridConfig, arm: str, seed: int, out: str | Path) -> RLRecipe:
