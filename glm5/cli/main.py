@@ -42,6 +42,7 @@ COMMANDS = {
     "rl": "reinforcement learning as a recipe says",
     "rl view": "a run's rollouts, token by token, and its curves",
     "rl filter": "find the tasks of a recipe that are neither too easy nor too hard",
+    "rl export": "a run's best conversations, for supervised fine-tuning",
     "rl replay": "redo a training step of a run, to the same bits",
     "env make swe": "tasks of software engineering, from packages with tests",
     "env make terminal": "generated terminal tasks, as folders in Harbor's format",

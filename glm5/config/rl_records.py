@@ -1,10 +1,11 @@
-"""Flags of the commands that read what `glm5 rl` has recorded: `glm5 rl view` and `glm5 rl replay`."""
+"""Flags of the commands that read what `glm5 rl` has recorded: view, replay and export."""
 
 from typing import Annotated
 
 from pydantic import Field
 
-from glm5.config.command import Command, Positional
+from glm5.config.command import Command, Count, Positional
+from glm5.config.recipe import Share
 
 
 class RLViewConfig(Command):
@@ -25,3 +26,24 @@ class RLReplayConfig(Command):
     """Folder of the run."""
     step: Annotated[int, Field(ge=1, lt=2**62), Positional()]
     """The step, from 1."""
+
+
+class RLExportConfig(Command):
+    """Write the best conversations of a run as rows for supervised fine-tuning (rejection sampling).
+
+    Turns that failed stay in them as context, with "weight": 0, so that going on from an error is learnt and the error
+    is not.
+    """
+
+    folder: Annotated[str, Positional()]
+    """Folder of the run."""
+    out: str
+    """JSONL file to write."""
+    min_reward: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    """Least reward of a kept conversation."""
+    best: Count | None = None
+    """The most kept conversations of a task; of equal rewards the shorter ones. Default: all."""
+    last_steps: Count | None = None
+    """Only of so many recorded steps, the last ones. Default: all."""
+    keep_thinking: Share = 1.0
+    """Share of the turns, drawn by the rollout's seed, whose thinking is kept; the others are taught without any."""

@@ -30,7 +30,7 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 _TAKEN = {"data", "tokenizer", "tensorboard"}
 _TAKEN_ENDINGS = (".pt", ".json", ".jsonl", ".html", ".lock")
 Recompute = Literal["mlp", "layer"]
-Kind = Literal["pretrain", "midtrain", "warmup", "sparse", "sft"]
+Kind = Literal["pretrain", "midtrain", "warmup", "sparse", "sft", "reward", "dpo"]
 
 
 class TrainConfig(Command):
@@ -197,7 +197,7 @@ class StageConfig(Section):
     """Folder of its checkpoints."""
     kind: Kind
     """pretrain, midtrain: all but the indexers, dense attention. warmup: the indexers alone. sparse: all, on selected
-    keys. sft: as sparse, on what the model said."""
+    keys. sft: as sparse, on what the model said. reward, dpo: as sparse, on pairs of answers."""
     steps: Count
     seq_len: Annotated[int, Field(ge=8, le=2**24)]
     """Tokens of a sequence."""
@@ -228,6 +228,8 @@ class StageConfig(Section):
     """RoPE base from this stage on."""
     balance_until: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the stage after which the routers' selection biases stay as they are."""
+    beta: Positive | None = None
+    """Of dpo: how dear it is to move away from the model that the stage began with. Default: 0.1."""
     losses: LossConfig | None = None
     """Default: the recipe's."""
     optimizer: OptimizerConfig | None = None
@@ -244,6 +246,11 @@ class StageConfig(Section):
     def reads_all(self) -> bool:
         """Whether attention reads every key, and not what the indexers select."""
         return self.keys == "dense" if self.keys is not None else self.kind in ("pretrain", "midtrain", "warmup")
+
+    @property
+    def learns_pairs(self) -> bool:
+        """Whether its data are preference pairs."""
+        return self.kind in ("reward", "dpo")
 
     @field_validator("name")
     @classmethod
@@ -264,6 +271,14 @@ class StageConfig(Section):
             raise ValueError("keys: warmup reads all keys")
         if self.window is not None and (self.kind == "warmup" or not self.reads_all):
             raise ValueError(f"window: takes the place of dense attention, and {self.kind} has none; say keys = dense")
+        if self.beta is not None and self.kind != "dpo":
+            raise ValueError(f"beta: is for stages of kind dpo, and this one is {self.kind}")
+        if self.learns_pairs and not all(
+            isinstance(data, TokensSource | FilesSource) and data.packing is None for data in self.data
+        ):
+            raise ValueError(f"data: {self.kind} learns from pairs, of kind files or tokens and without packing")
+        if self.kind == "reward" and self.qat is not None:
+            raise ValueError("qat: is for models that answer, and reward makes one that scores")
         return self
 
 
@@ -333,7 +348,9 @@ class Recipe(Section):
                 raise ValueError("lora: needs model.checkpoint, whose weights it stands beside")
             if wrong := [stage.name for stage in self.stage if stage.kind == "warmup" or stage.qat is not None]:
                 raise ValueError(f"lora: stage {wrong[0]} trains weights (warmup, qat) that lora leaves as they are")
-            losses = [stage.losses or self.losses for stage in self.stage]
+            if wrong := [stage.name for stage in self.stage if stage.kind == "reward"]:
+                raise ValueError(f"lora: stage {wrong[0]} trains a value head, which no adapter holds; leave lora out")
+            losses = [stage.losses or self.losses for stage in self.stage if not stage.learns_pairs]
             if "eh_proj" in self.lora.targets and not any(one.mtp_depth and one.mtp_weight for one in losses):
                 raise ValueError(
                     "lora.targets: an adapter of eh_proj would learn nothing (it is the MTP layer's, and mtp_depth or "

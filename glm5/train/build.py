@@ -35,7 +35,16 @@ from glm5.model.init import init_weights
 from glm5.train.data.dialogues import corpus
 from glm5.train.data.order import key_of
 from glm5.train.data.ruler import generate
-from glm5.train.data.sources import ChunkedRows, DialogueRows, MixedRows, NeedleRows, PackedRows, RulerRows, Source
+from glm5.train.data.sources import (
+    ChunkedRows,
+    DialogueRows,
+    MixedRows,
+    NeedleRows,
+    PackedRows,
+    PairRows,
+    RulerRows,
+    Source,
+)
 from glm5.train.data.tokenize import Options, tokenize
 from glm5.train.data.tokens import TokenFile
 from glm5.train.stages import packs_documents
@@ -83,6 +92,7 @@ class Builder:
         if isinstance(data, TokensSource | FilesSource):
             file = self._token_file(stage, number)
             try:
+                _check_pairs(file, stage)
                 file.check_vocabulary(self.cfg.vocab_size)
                 return _file_rows(file, data, stage, seed)
             except DataError:
@@ -169,7 +179,9 @@ class Builder:
 
     def _config(self) -> ModelConfig:
         section = self.recipe.model
-        return with_tokenizer(model_config(section), section, self.tokenizer)
+        cfg = with_tokenizer(model_config(section), section, self.tokenizer)
+        # From the beginning, so that the parameters are the same in all stages.
+        return cfg.replace(value_head=True) if any(stage.kind == "reward" for stage in self.recipe.stage) else cfg
 
 
 def build_model(section: ModelSection, cfg: ModelConfig, seed: int, device: torch.device) -> Glm5:
@@ -187,6 +199,8 @@ def build_model(section: ModelSection, cfg: ModelConfig, seed: int, device: torc
     else:
         model = load(checkpoint, dtype=dtype, changes=checked_changes(section))
         model.requires_grad_()
+    if cfg.value_head:
+        model.add_value_head()
     return model.to(device=device, dtype=dtype).train()
 
 
@@ -212,7 +226,20 @@ def model_config(section: ModelSection) -> ModelConfig:
     return section.architecture(config_to_train(resolve(section.checkpoint), section.config))
 
 
+def _check_pairs(file: TokenFile, stage: StageConfig) -> None:
+    """DataError for pairs in a stage that learns from tokens, and the other way round."""
+    if file.paired and not stage.learns_pairs:
+        raise DataError(
+            f"{file.path.name} holds pairs of answers (chosen, rejected), which stages of kind reward and dpo learn "
+            f"from, not {stage.kind}; for sft, give rows of messages without these keys"
+        )
+    if stage.learns_pairs and not file.paired:
+        raise DataError(f"{file.path.name} holds no pairs; {stage.kind} needs rows with chosen and rejected answers")
+
+
 def _file_rows(file: TokenFile, data: DocumentSource, stage: StageConfig, seed: int) -> Source:
+    if stage.learns_pairs:
+        return PairRows(file, stage.seq_len, seed, data.held_out)
     packed = packs_documents(stage.kind) if data.packing is None else data.packing == "best-fit"
     return (PackedRows if packed else ChunkedRows)(file, stage.seq_len, seed, data.held_out)
 

@@ -87,7 +87,7 @@ def memory_parts(cfg: ModelConfig, recipe: Recipe, stage: StageConfig) -> dict[s
         "gradients": size * trained,
         "optimizer": float(size * held),
         "activations": computed * tokens * kept_values(cfg, recipe, stage, passes),
-        "logits": logit_bytes(cfg, min(losses.chunk, tokens)),
+        "logits": 0.0 if stage.kind == "reward" else logit_bytes(cfg, min(losses.chunk, tokens)),
     }
 
 

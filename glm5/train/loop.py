@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,9 @@ class Run:
             return
         self.builder = Builder(recipe, beside, out)
         for stage in recipe.stage[self.position.stage :]:
-            self.builder.rows(stage)  # reports errors in the data of later stages before training
+            rows = self.builder.rows(stage)  # reports errors in the data of later stages before training
+            for sentence in rows.warnings:
+                logger.warning("stage %s: %s", stage.name, sentence)
             if stage.qat is not None:
                 check_widths(self.builder.cfg)
         self.trainer = make_trainer(recipe, self.builder, saved)
@@ -149,6 +152,11 @@ class _Stage:
         first = self.position.step
         plan = self.recipe.checkpoints
         steps, stop = range(first, self.stage.steps), False
+        if steps:
+            draws = range(self._draws(first).start, self._draws(self.stage.steps - 1).stop)
+            held_out = self._held_out_rows if self.rows.holds_out else []
+            rows = chain(held_out, map(self.rows.row, draws))
+            self.trainer.prepare(self.stage, rows, len(held_out) + len(draws), is_start=not first)
         says = FINISHING if self.trainer.is_first else ""
         with self._open_metrics() as log, noted_interrupt(says) as interrupted:
             for number, rows in prefetch_rows(request_row, self.position.stage, self._draws, steps):

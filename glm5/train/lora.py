@@ -33,7 +33,7 @@ from glm5.train.build import Builder, checked_changes
 from glm5.train.optim.build import Optimizers
 from glm5.train.sharded_state import full_state
 from glm5.train.stage_trainer import StageTrainer, device_of
-from glm5.train.stages import losses_of, phase_of
+from glm5.train.stages import phase_of
 from glm5.train.state import Position, Store
 from glm5.train.step import Phase, Step
 
@@ -107,7 +107,7 @@ class LoraTrainer(StageTrainer):
         self.model.cfg = cfg
         optimizers = self._optimizers(self._trained(), cfg, stage, before)
         phase = Phase(phase_of(stage).keys)  # indexers are frozen, too
-        self.step = Step(self.model, optimizers, losses_of(self.recipe, stage, 0), phase)
+        self.step = self._step(optimizers, stage, phase)
         return self.step
 
     def export(self, folder: Path, dtype: str | torch.dtype, assets: Path | None) -> None:

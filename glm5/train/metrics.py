@@ -27,7 +27,9 @@ from glm5.train.state import writing_to
 from glm5.train.step import Phase
 
 FILE = "metrics.jsonl"
-_SHOWN = ("loss", "mtp", "index", "trunk norm", "lr", "tokens/s", "mfu", "held-out loss", "held-out accuracy")
+_OF_PAIRS = ("accuracy", "margin", "calibration error", "calibrated error", "temperature")
+_HELD_OUT = ("held-out loss", "held-out accuracy")
+_SHOWN = ("loss", *_OF_PAIRS, "mtp", "index", "trunk norm", "lr", "tokens/s", "mfu", *_HELD_OUT)
 
 
 def flops_per_token(cfg: ModelConfig, seq_len: int, phase: Phase) -> float:

@@ -13,8 +13,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-LEFT = ("loss", "mtp", "index", "mtp index", "balance", "trunk norm", "indexer norm", "excess load")
-RIGHT = ("tokens/s", "mfu", "GiB", "lr", "tokens", "held-out loss", "held-out accuracy", "attention recall")
+_LOSSES = ("loss", "accuracy", "margin", "mtp", "index", "mtp index", "balance")
+_OF_PAIRS = ("calibration error", "calibrated error", "temperature")
+LEFT = (*_LOSSES, "trunk norm", "indexer norm", "excess load")
+RIGHT = ("tokens/s", "mfu", "GiB", "lr", "tokens", "held-out loss", "held-out accuracy", "attention recall", *_OF_PAIRS)
 MEAN_OF, BAR, LEAST_WIDTH = 20, 30, 80
 LEAST_SECONDS = 0.1
 

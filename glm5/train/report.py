@@ -12,7 +12,10 @@ from glm5.train.metrics import read_metrics
 
 CURVES = (
     ("loss", "held-out loss"),
-    ("held-out accuracy",),
+    ("accuracy", "held-out accuracy"),
+    ("margin", "held-out margin"),
+    ("calibration error", "calibrated error"),
+    ("temperature",),
     ("mtp",),
     ("index", "mtp index"),
     ("attention recall",),

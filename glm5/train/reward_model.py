@@ -94,8 +94,8 @@ def last_rewards(model: Glm5, hidden_TD: torch.Tensor, lengths: Sequence[int]) -
     """The value head at the last token of each of the packed sequences, [B] in float32 or wider."""
     assert model.value_head is not None
     last_B = torch.tensor(lengths).cumsum(0).to(hidden_TD.device, non_blocking=True) - 1
-    reward_B = model.value_head(hidden_TD[last_B])[:, 0]
-    return reward_B.to(torch.promote_types(reward_B.dtype, torch.float32))
+    dtype = torch.promote_types(hidden_TD.dtype, torch.float32)
+    return hidden_TD[last_B].to(dtype) @ model.value_head.weight[0].to(dtype)
 
 
 def read_calibration(folder: Path) -> Calibration:

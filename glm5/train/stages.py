@@ -5,6 +5,9 @@
     warmup     the indexers only           dense attention                    KL over every causal key
     sparse     all                         keys that the indexers select      next token, MTP, balance; KL over them
     sft        as sparse                   as sparse                          the same, on the assistant's tokens
+    reward     all but lm_head, MTP; and   as sparse                          Bradley-Terry of pairs, balance, KL
+               the value head
+    dpo        all but MTP                 as sparse                          DPO of pairs, balance, KL
 
 Names of parameters do not change, so any stage can start from a checkpoint of any other.
 """
@@ -29,12 +32,24 @@ def choose_parameters(model: Glm5, stage: StageConfig) -> None:
     phase = phase_of(stage)
     for name, weight in model.named_parameters():
         of_indexer = INDEXER in name
-        weight.requires_grad_(phase.learn_index if of_indexer else stage.kind != "warmup")
+        learns = phase.learn_index if of_indexer else stage.kind != "warmup"
+        weight.requires_grad_(learns and not _is_unused(name, model.cfg, stage))
+
+
+def _is_unused(name: str, cfg: ModelConfig, stage: StageConfig) -> bool:
+    """Whether the stage's loss does not depend on a parameter."""
+    if name.startswith("value_head."):
+        return stage.kind != "reward"
+    if stage.kind == "reward" and name.startswith("lm_head."):
+        return True
+    return stage.learns_pairs and name.startswith(f"model.layers.{cfg.num_hidden_layers}.")
 
 
 def losses_of(recipe: Recipe, stage: StageConfig, step: int) -> LossConfig:
     """The stage's losses at a step. Selection biases are frozen in warm-up, with LoRA, and after `balance_until`."""
     losses = stage.losses or recipe.losses
+    if stage.learns_pairs:
+        losses = losses.model_copy(update={"mtp_depth": 0})
     frozen = stage.kind == "warmup" or recipe.lora is not None or step >= stage.steps * stage.balance_until
     return losses.model_copy(update={"balance_step": 0.0}) if frozen else losses
 

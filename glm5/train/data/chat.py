@@ -1,7 +1,7 @@
 """Conversations -> token ids and loss masks for supervised fine-tuning.
 
 A row is an object with `messages` (OpenAI's format), `tools` and `thinking`, or with `token_ids` and `loss_mask`. An
-assistant message with `"loss": false` is context only. `thinking`:
+assistant message with `"weight": 0` (OpenAI's) or `"loss": false` is context only. `thinking`:
 
     interleaved   the default: reasoning before every answer and tool call; it is not shown in later turns
     preserved     all reasoning is kept
@@ -25,7 +25,7 @@ from glm5.common.errors import DataError, RequestError
 
 THINKING = ("interleaved", "preserved", "off")
 _ROW = ("messages", "tools", "thinking", "reasoning_effort", "token_ids", "loss_mask")
-_MESSAGE = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "loss")
+_MESSAGE = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "loss", "weight")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def examples_of(row: Any, template: ChatTemplate, where: str) -> list[Example]:
         raise DataError(f"{where}: a row is an object, got {type(row).__name__}")
     if ("messages" in row) == ("token_ids" in row):
         raise DataError(f"{where}: a row has either messages or token_ids, got {', '.join(map(str, row)) or 'nothing'}")
-    _refuse_misspelt_keys(row, _ROW, where)
+    refuse_misspelt_keys(row, _ROW, where)
     if "token_ids" in row:
         return _from_ids(row, where)
     try:
@@ -71,7 +71,7 @@ def conversation_ids(row: Mapping[str, Any], template: ChatTemplate, where: str 
     return examples_of({**row, "messages": [*context, {**messages[-1], "loss": True}]}, template, where)[-1].ids
 
 
-def _refuse_misspelt_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+def refuse_misspelt_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     """DataError for a key that looks like a misspelt known one. Other unknown keys are ignored."""
     for key in given.keys() - set(known):
         if near := get_close_matches(str(key).lower(), known, n=1, cutoff=0.8):
@@ -118,20 +118,21 @@ def _no_reasoning_in_contents(messages: Sequence[Mapping[str, Any]], where: str)
 
 
 def _without_flags(given: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], list[bool]]:
-    """The messages without `loss` keys, and which ones count in the loss: by default all of the assistant's."""
+    """The messages without `loss` and `weight` keys, and which count in the loss: by default all of the assistant's."""
     messages: list[dict[str, Any]] = []
     has_loss: list[bool] = []
     for i, message in enumerate(given):
         if not isinstance(message, Mapping):
             raise DataError(f"{where}: messages[{i}] must be an object, got {type(message).__name__}")
-        _refuse_misspelt_keys(message, _MESSAGE, f"{where}: messages[{i}]")
+        refuse_misspelt_keys(message, _MESSAGE, f"{where}: messages[{i}]")
         is_assistant = message.get("role") == "assistant"
-        loss = message.get("loss", is_assistant)
-        if loss not in (False, True) or (loss and not is_assistant):
-            raise DataError(
-                f"{where}: messages[{i}].loss: got {loss!r:.40}; allowed: true or false, of assistants only"
-            )
-        messages.append({key: value for key, value in message.items() if key != "loss"})
+        if "loss" in message and "weight" in message:
+            raise DataError(f"{where}: messages[{i}] has both loss and weight; give one of them")
+        loss = message.get("loss", message.get("weight", is_assistant))
+        if not isinstance(loss, int | float) or loss not in (0, 1) or (loss and not is_assistant):
+            key, allowed = ("weight", "0 or 1") if "weight" in message else ("loss", "true or false")
+            raise DataError(f"{where}: messages[{i}].{key}: got {loss!r:.40}; allowed: {allowed}, of assistants only")
+        messages.append({key: value for key, value in message.items() if key not in ("loss", "weight")})
         has_loss.append(bool(loss))
     return messages, has_loss
 

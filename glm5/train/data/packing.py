@@ -38,7 +38,12 @@ def best_fit(ends: Sequence[int] | NDArray[np.int64], seq_len: int) -> Packed:
     """
     if seq_len < 1:
         raise ValueError(f"{seq_len=} must be at least 1")
-    pieces = np.array(list(_pieces(ends, seq_len)), np.int64).reshape(-1, 2)
+    return best_fit_of(list(_pieces(ends, seq_len)), seq_len)
+
+
+def best_fit_of(ranges: Sequence[tuple[int, int]], seq_len: int) -> Packed:
+    """Pack these ranges of tokens, (start, stop) of `seq_len` tokens at most."""
+    pieces = np.array(ranges, np.int64).reshape(-1, 2)
     lengths = pieces[:, 1] - pieces[:, 0]
     bin_of = np.zeros(len(pieces), np.int64)
     rooms: list[int] = []  # free rooms that some sequence has, ascending

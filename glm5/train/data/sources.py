@@ -2,6 +2,7 @@
 
 ChunkedRows    a token file cut every seq_len tokens; each epoch has another offset and order
 PackedRows     a token file packed by best fit; each epoch has another order
+PairRows       the same of preference pairs, which are never cut
 RulerRows      generated tasks like RULER's            NeedleRows   typed needles
 DialogueRows   generated conversations, as many as fit
 """
@@ -9,6 +10,7 @@ DialogueRows   generated conversations, as many as fit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from random import Random
 from typing import Literal, Protocol
 
@@ -22,7 +24,7 @@ from glm5.common.errors import DataError
 from glm5.train.data import needle
 from glm5.train.data.dialogues import example
 from glm5.train.data.order import Mixture, Permutation, key_of
-from glm5.train.data.packing import Packed, best_fit
+from glm5.train.data.packing import Packed, best_fit, best_fit_of
 from glm5.train.data.questions import KINDS, NUM_WORDS, Size, conversation
 from glm5.train.data.ruler import TASKS, generate, shortest
 from glm5.train.data.tokens import TokenFile
@@ -126,6 +128,34 @@ class PackedRows(_FileRows):
             return self._row(self.held[index % len(self.held)])
         epoch, at = divmod(index, self.size)
         return self._row(self.train[Permutation(self.size, key_of("fitted", self.seed, epoch))[at]])
+
+
+class PairRows(PackedRows):
+    """Preference pairs packed by best fit: the documents 2i and 2i + 1 of a row are a chosen and a rejected answer.
+    Longer pairs than `seq_len` are left out, and `warning` says how many."""
+
+    warning = ""
+
+    def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
+        _FileRows.__init__(self, file, seq_len, seed, held_out)
+        pairs = list(pairwise([0, *(int(end) for end in file.ends[1::2])]))
+        fitting = [(start, stop) for start, stop in pairs if stop - start <= seq_len]
+        # A pair that the limit cuts is trained on.
+        self.train = best_fit_of([one for one in fitting if one[0] < self.num_train], seq_len)
+        self.held = best_fit_of([one for one in fitting if one[0] >= self.num_train], seq_len)
+        self.size = len(self.train)
+        if not self.size:
+            raise DataError(f"{file.path} has no pair of at most {seq_len} tokens to train on; the stage's seq_len")
+        if left_out := len(pairs) - len(fitting):
+            longest = max(stop - start for start, stop in pairs)
+            self.warning = (
+                f"{self.name}: {left_out} of {len(pairs)} pairs are longer than seq_len {seq_len} and left out; the "
+                f"longest has {longest} tokens"
+            )
+        if held_out and not len(self.held):
+            raise DataError(
+                f"{file.path}: held_out {held_out} of {len(pairs)} pairs is none that fits; give a larger share, or 0"
+            )
 
 
 class RulerRows:
@@ -254,6 +284,11 @@ class MixedRows:
 
     def row(self, draw: int, split: Split = "train") -> Row:
         return self._ask(draw, split)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user should know of the sources."""
+        return [one.warning for one in self._all[0] if isinstance(one, PairRows) and one.warning]
 
     def where(self, draw: int) -> str:
         """The source and row of a training draw, for messages."""

@@ -1,11 +1,13 @@
 """Tokenizes JSONL, Parquet and text files to a token file, with several processes, in the order of the input.
 
-    .jsonl     one object a line: {"text": ...}, or a row of chat.py ({"messages": ...}, {"token_ids": ...})
+    .jsonl     one object a line: {"text": ...}, a row of chat.py ({"messages": ...}, {"token_ids": ...}), or one of
+               pairs.py ({"chosen": ..., "rejected": ...}), which becomes two documents
     .parquet   the same as columns (needs the extra `data`)
     others     one document a file, UTF-8
 
-All rows of a file must be of the kind of its first one, text or conversation. All tokens of a text count in the loss.
-The result does not depend on the number of processes: their results are taken in order.
+All rows of a file must be of the kind of its first one: text, conversation or pair; pairs need a token file of their
+own. All tokens of a text count in the loss. The result does not depend on the number of processes: their results are
+taken in order.
 """
 
 import json
@@ -20,7 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from glm5.chat.special import END_OF_TEXT
 from glm5.chat.template import ChatTemplate
@@ -30,9 +32,12 @@ from glm5.common.extras import require
 from glm5.common.interrupt import end_with_parent
 from glm5.common.progress import Progress
 from glm5.train.data.chat import Example, examples_of
+from glm5.train.data.pairs import KEYS, is_pair, pair_of
 from glm5.train.data.tokens import TokenFile, writing
 
 logger = logging.getLogger(__name__)
+
+Kind = Literal["a text", "a conversation", "a pair"]
 
 BATCH_BYTES = 1 << 18
 AHEAD = 4  # queued batches for each process
@@ -54,12 +59,12 @@ class Options:
 @dataclass(frozen=True)
 class _Batch:
     """Documents of one file (bytes of lines, texts or rows), the place of each for messages, their share of the input
-    in bytes, and whether the file holds conversations."""
+    in bytes, and the kind of the file's rows."""
 
     documents: list[Any]
     places: list[str]
     num_bytes: int
-    is_chat: bool = False
+    kind: Kind = "a text"
 
 
 def tokenize(
@@ -73,10 +78,14 @@ def tokenize(
     tokenizer = Tokenizer.from_dir(options.tokenizer)
     total = sum(path.stat().st_size for path in paths)
     about = {"files": [path.name for path in paths], "bytes": total, "options": {**vars(options), "tokenizer": None}}
-    is_chat = {path: _is_conversations(path, options.text_key) for path in paths}
-    batches = (replace(batch, is_chat=is_chat[path]) for path in paths for batch in _batches(path, options.text_key))
+    kinds = {path: _kind_of(path, options.text_key) for path in paths}
+    is_paired = "a pair" in kinds.values()
+    if is_paired and (other := next((path for path, kind in kinds.items() if kind != "a pair"), None)) is not None:
+        raise DataError(f"{other}: no pairs of answers, unlike other files; both need a token file (or source) each")
+    batches = (replace(batch, kind=kinds[path]) for path in paths for batch in _batches(path, options.text_key))
+    is_marked = set(kinds.values()) != {"a text"}
     with (
-        writing(out, tokenizer.vocab_size, marked=any(is_chat.values()), about=about) as writer,
+        writing(out, tokenizer.vocab_size, marked=is_marked, paired=is_paired, about=about) as writer,
         Progress(total, "B", f"tokenizing {len(paths)} files") as progress,
     ):
         silent: list[str] = []
@@ -102,13 +111,19 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _is_conversations(path: Path, text_key: str) -> bool:
-    """Whether the first document of a file is a row with `messages` or `token_ids`."""
+def _kind_of(path: Path, text_key: str) -> Kind:
+    """What the first document of a file is."""
     first = next(_batches(path, text_key), None) if path.suffix in (".jsonl", ".parquet") else None
     if first is None:
-        return False
+        return "a text"
     row = _parsed(first.documents[0], first.places[0])
-    return isinstance(row, dict) and bool({"messages", "token_ids"} & {key for key, value in row.items() if value})
+    return _kind_of_row({key: value for key, value in row.items() if value} if isinstance(row, dict) else row)
+
+
+def _kind_of_row(row: Any) -> Kind:
+    if is_pair(row):  # published pairs may also have messages
+        return "a pair"
+    return "a conversation" if isinstance(row, dict) and ("messages" in row or "token_ids" in row) else "a text"
 
 
 def _batches(path: Path, text_key: str) -> Iterator[_Batch]:
@@ -148,6 +163,7 @@ def _of_parquet(path: Path, text_key: str) -> Iterator[_Batch]:
     try:
         file = parquet.ParquetFile(path)
         wanted = [text_key, "messages", "tools", "thinking", "token_ids", "loss_mask", "reasoning_effort"]
+        wanted += KEYS if is_pair(dict.fromkeys(file.schema_arrow.names)) else []
         columns = [name for name in wanted if name in file.schema_arrow.names]
         if not columns:
             raise DataError(f"{path}: no column {text_key!r}; there are {', '.join(file.schema_arrow.names)}")
@@ -232,11 +248,12 @@ def _encode(batch: _Batch, *, tokenizer: Tokenizer, template: ChatTemplate, end:
     documents: Documents = []
     for document, place in zip(batch.documents, batch.places, strict=True):
         row = _parsed(document, place)
-        if isinstance(row, dict) and ("messages" in row or "token_ids" in row):
-            found: list[Example] = examples_of(row, template, place)
+        kind = _kind_of_row(row)
+        if kind != "a text":
+            found: Sequence[Example] = (pair_of if kind == "a pair" else examples_of)(row, template, place)
             if wrong := [token_id for one in found for token_id in one.ids if not 0 <= token_id < tokenizer.vocab_size]:
                 raise DataError(f"{place}: token id {wrong[0]}: the tokenizer has 0 to {tokenizer.vocab_size - 1}")
-            _check_kind(place, "a conversation", is_expected=batch.is_chat)
+            _check_kind(place, kind, batch.kind)
             documents.append([(example.ids, example.marks) for example in found])
             continue
         if isinstance(row, dict) and text_key not in row:
@@ -245,7 +262,7 @@ def _encode(batch: _Batch, *, tokenizer: Tokenizer, template: ChatTemplate, end:
         text = row[text_key] if isinstance(row, dict) else row
         if not isinstance(text, str):
             raise DataError(f"{place}: {text_key}: got {json.dumps(text):.40}; allowed: a text, in quotes")
-        _check_kind(place, "a text", is_expected=not batch.is_chat)
+        _check_kind(place, kind, batch.kind)
         try:
             documents.append([(tokenizer.encode(text, allow_special=False) + end, None)])
         except RequestError as error:
@@ -253,11 +270,11 @@ def _encode(batch: _Batch, *, tokenizer: Tokenizer, template: ChatTemplate, end:
     return documents
 
 
-def _check_kind(place: str, kind: str, *, is_expected: bool) -> None:
-    if not is_expected:
+def _check_kind(place: str, kind: Kind, expected: Kind) -> None:
+    if kind != expected:
         raise DataError(
-            f"{place}: {kind}, unlike the first row of the file; texts, of which every token is learnt, and "
-            "conversations, of which the answers are, need a file each: both can be given to the same command"
+            f"{place}: {kind}, unlike the first row of the file, {expected}; texts, of which every token is learnt, "
+            "conversations, of which the answers are, and pairs of answers need a file each"
         )
 
 

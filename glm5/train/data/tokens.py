@@ -1,6 +1,7 @@
 """Token files: a folder with concatenated documents, read through memory maps.
 
-    index.json    format, element type, counts, the largest id, and how it was made
+    index.json    format, element type, counts, the largest id, how it was made, and whether its documents are pairs of
+                  answers (pairs.py), the chosen one first
     tokens.bin    ids, little-endian uint16 or uint32
     ends.bin      for each document the position after its last token, int64
     marks.bin     for each token whether it counts in the loss (SFT), uint8; absent if all do
@@ -38,6 +39,7 @@ class TokenFile:
         self.num_tokens: int = index["num_tokens"]
         self.num_documents: int = index["num_documents"]
         self.largest_id: int = index["largest_id"]
+        self.paired: bool = index.get("paired", False)
         self.about: dict[str, Any] = index["about"]
         self.ids_T = self._map("tokens.bin", _TYPES[index["dtype"]], self.num_tokens)
         self.ends = self._map("ends.bin", np.dtype("<i8"), self.num_documents)
@@ -78,9 +80,9 @@ class TokenFile:
 class TokenWriter:
     """Writes documents one by one; created by `writing`."""
 
-    def __init__(self, building: Path, vocab_size: int, *, marked: bool) -> None:
+    def __init__(self, building: Path, vocab_size: int, *, marked: bool, paired: bool) -> None:
         self.dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        self.vocab_size, self.marked = vocab_size, marked
+        self.vocab_size, self.marked, self.paired = vocab_size, marked, paired
         self.num_tokens = self.largest_id = 0
         self._ends: list[int] = []
         self._building = building
@@ -120,6 +122,7 @@ class TokenWriter:
             "num_documents": len(self._ends),
             "largest_id": self.largest_id,
             "marked": self.marked,
+            "paired": self.paired,
             "about": about,
         }
         with atomic_write(self._building / "index.json") as handle:
@@ -134,7 +137,12 @@ class TokenWriter:
 
 @contextmanager
 def writing(
-    path: str | os.PathLike[str], vocab_size: int, *, marked: bool = False, about: dict[str, Any] | None = None
+    path: str | os.PathLike[str],
+    vocab_size: int,
+    *,
+    marked: bool = False,
+    paired: bool = False,
+    about: dict[str, Any] | None = None,
 ) -> Generator[TokenWriter, None, None]:
     """A writer of the token file `path`, which is created when the block ends without an error.
 
@@ -147,7 +155,7 @@ def writing(
         raise DataError(f"{target} is there already, and would be lost; move it away, or give another folder")
     try:
         with atomic_dir(target) as building:
-            writer = TokenWriter(building, vocab_size, marked=marked)
+            writer = TokenWriter(building, vocab_size, marked=marked, paired=paired)
             try:
                 yield writer
                 if not writer.num_tokens:
@@ -176,6 +184,8 @@ def _read_index(path: Path) -> dict[str, Any]:
     for key, kind in wanted.items():
         if type(index.get(key)) is not kind or (kind is int and index[key] < 0):
             raise DataError(f"{file} is damaged: {key} is {index.get(key)!r:.60}")
+    if type(index.get("paired", False)) is not bool:
+        raise DataError(f"{file} is damaged: paired is {index['paired']!r:.60}")
     if index["dtype"] not in _TYPES:
         raise DataError(f"{file} is damaged: dtype is {index['dtype']!r}")
     return index

@@ -105,6 +105,8 @@ def check_stage(mesh: Mesh, model: ModelConfig, stage: StageConfig) -> None:
     """Raises ConfigError where the mesh does not support a stage, or its experts or sequences do not divide."""
     if model.n_routed_experts % mesh.expert:
         raise ConfigError(f"parallel.expert: {mesh.expert} does not divide the {model.n_routed_experts} experts")
+    if stage.learns_pairs:
+        raise ConfigError(f"stage {stage.name}: {stage.kind} trains in one process; leave --nproc out")
     if stage.window is not None and mesh.context > 1:
         raise ConfigError(f"stage {stage.name}: windows are not read across ranks; set parallel.context=1")
     if stage.recompute is not None or stage.offload:
