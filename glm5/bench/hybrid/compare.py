@@ -28,7 +28,7 @@ from glm5.rl.build import PolicyBuilder
 from glm5.rl.loop import Run
 from glm5.rl.trainer import arithmetic
 from glm5.rl.watch import FILE, read_lines
-from glm5.train.reward_model import Calibration, RewardModel, last_rewards
+from glm5.train.reward_model import RewardModel, last_rewards
 from glm5.train.state import locked
 
 SEEDS = (0, 1, 2)
@@ -96,6 +96,14 @@ def _reward_model(builder: PolicyBuilder, out: Path, seed: int) -> float:
     pairs = [
         [builder.chat.conversation(chat)[0] for chat in pair] for pair in compared(PAIRS_FROM, PAIRS + HELD_OUT, seed)
     ]
+    if not (out / "config.json").exists():
+        _train(builder, out, pairs[:PAIRS])
+    learnt = RewardModel.load(out)
+    scores = [learnt.score([pair[side] for pair in pairs[PAIRS:]]) for side in (0, 1)]
+    return fmean(float(better > worse) for better, worse in zip(*scores, strict=True))
+
+
+def _train(builder: PolicyBuilder, out: Path, pairs: Sequence[Sequence[Sequence[int]]]) -> None:
     model = builder.model(torch.device("cpu"))
     model.add_value_head()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
@@ -111,9 +119,6 @@ def _reward_model(builder: PolicyBuilder, out: Path, seed: int) -> float:
         (-F.logsigmoid(better_B - worse_B).mean()).backward()
         optimizer.step()
     save(model, out, assets=builder.assets)
-    learnt = RewardModel(model, Calibration())
-    scores = [learnt.score([pair[side] for pair in pairs[PAIRS:]]) for side in (0, 1)]
-    return fmean(float(better > worse) for better, worse in zip(*scores, strict=True))
 
 
 def measure(settings: BenchHybridConfig, say: Callable[[str], None]) -> str:
