@@ -39,14 +39,14 @@ PAIRS_FROM = 10_000
 _NO_GUARDS = "guards.length=0 guards.repetition=0"
 _NO_ANCHORS = "anchors.ce=0 anchors.members=false"
 ARMS = {
-    "reward model alone": f"rules.weight=0 {_NO_GUARDS} {_NO_ANCHORS}",
-    "rules alone": f"model.weight=0 {_NO_GUARDS} {_NO_ANCHORS}",
     "hybrid": "",
+    "rules alone": f"model.weight=0 {_NO_GUARDS} {_NO_ANCHORS}",
+    "reward model alone": f"rules.weight=0 {_NO_GUARDS} {_NO_ANCHORS}",
     "hybrid without anchors": _NO_ANCHORS,
     "anchors alone": f"model.weight=0 rules.weight=1e-9 {_NO_GUARDS} anchors.members=false",
     "rules and reward model": f"{_NO_GUARDS} {_NO_ANCHORS}",
 }
-CLAIMED = ("reward model alone", "rules alone", "hybrid")
+CLAIMED = ("hybrid", "rules alone", "reward model alone")
 """What each arm sets of the recipe's [reward] (anchors alone: advantages are below 1e-2), and those that run first."""
 
 
@@ -128,7 +128,7 @@ def measure(settings: BenchHybridConfig, say: Callable[[str], None]) -> str:
     with locked(file.parent):
         done = {(line["arm"], line["seed"]): line for line in read_lines(file) if line["recipe"] == key}
         jobs = [(arm, seed) for arm in ARMS for seed in SEEDS[: settings.seeds]]
-        jobs.sort(key=lambda job: (job[0] not in CLAIMED, job[1]))
+        jobs.sort(key=lambda job: job[0] not in CLAIMED)
         for arm, seed in (job for job in jobs if job not in done):
             if seed not in about:
                 about[seed] = prepare(settings, seed)
