@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from glm5.bench.hybrid.judge import position_bias
 from glm5.bench.hybrid.task import Comfort, compared
 from glm5.checkpoint.save import save
 from glm5.common.atomic import atomic_write
@@ -138,7 +139,15 @@ def measure(settings: BenchHybridConfig, say: Callable[[str], None]) -> str:
             say(f"{arm}, seed {seed}: true {line['held_out'][-1]['true']:.3f}, {line['seconds']:.0f} s")
             with file.open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(line) + "\n")
-    return table([done[job] for job in jobs])
+        for seed in (seed for seed in SEEDS[: settings.seeds] if ("judge", seed) not in done):
+            recipe = recipe_of(settings, "rules alone", seed, Path(settings.out, f"seed-{seed}", "start"))
+            with arithmetic(recipe, torch.device("cpu")):
+                found = position_bias(PolicyBuilder(recipe, recipe.folder), seed)
+            line = done["judge", seed] = {"step": 0, "arm": "judge", "seed": seed, "judge": found, "recipe": key}
+            with file.open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(line) + "\n")
+    lines = list(done.values())
+    return f"{table(lines)}\n\n{judge_table(lines)}"
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -150,4 +159,14 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
         columns.insert(3, [max(one["true"] for one in of) for of in held_out])
         shown = [f"{fmean(column):.2f} ± {stdev(column) if len(column) > 1 else 0:.2f}" for column in columns if column]
         rows.append(f"| {' | '.join([arm, *shown])} |")
+    return "\n".join(rows)
+
+
+def judge_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The small judge's verdicts on held-out pairs, mean ± standard deviation."""
+    found = [line["judge"] for line in lines if line["arm"] == "judge"]
+    rows = ["| verdicts of the small judge | share |", "| --- | --- |"]
+    for name in found[0]:
+        values = [one[name] for one in found]
+        rows.append(f"| {name} | {fmean(values):.2f} ± {stdev(values) if len(values) > 1 else 0:.2f} |")
     return "\n".join(rows)
