@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from glm5.bench.hybrid.judge import position_bias
 from glm5.bench.hybrid.task import Comfort, compared
 from glm5.checkpoint.save import save
 from glm5.common.atomic import atomic_write
@@ -28,7 +29,7 @@ from glm5.rl.build import PolicyBuilder
 from glm5.rl.loop import Run
 from glm5.rl.trainer import arithmetic
 from glm5.rl.watch import FILE, read_lines
-from glm5.train.reward_model import Calibration, RewardModel, last_rewards
+from glm5.train.reward_model import RewardModel, last_rewards
 from glm5.train.state import locked
 
 SEEDS = (0, 1, 2)
@@ -39,14 +40,15 @@ PAIRS_FROM = 10_000
 _NO_GUARDS = "guards.length=0 guards.repetition=0"
 _NO_ANCHORS = "anchors.ce=0 anchors.members=false"
 ARMS = {
-    "reward model alone": f"rules.weight=0 {_NO_GUARDS} {_NO_ANCHORS}",
-    "rules alone": f"model.weight=0 {_NO_GUARDS} {_NO_ANCHORS}",
     "hybrid": "",
+    "rules alone": f"model.weight=0 {_NO_GUARDS} {_NO_ANCHORS}",
+    "reward model alone": f"rules.weight=0 {_NO_GUARDS} {_NO_ANCHORS}",
     "hybrid without anchors": _NO_ANCHORS,
     "anchors alone": f"model.weight=0 rules.weight=1e-9 {_NO_GUARDS} anchors.members=false",
     "rules and reward model": f"{_NO_GUARDS} {_NO_ANCHORS}",
 }
-"""What each sets of the recipe's [reward]. Anchors alone: advantages are below 1e-2."""
+CLAIMED = ("hybrid", "rules alone", "reward model alone")
+"""What each arm sets of the recipe's [reward] (anchors alone: advantages are below 1e-2), and those that run first."""
 
 
 def recipe_of(settings: BenchHybridConfig, arm: str, seed: int, out: str | Path) -> RLRecipe:
@@ -95,6 +97,14 @@ def _reward_model(builder: PolicyBuilder, out: Path, seed: int) -> float:
     pairs = [
         [builder.chat.conversation(chat)[0] for chat in pair] for pair in compared(PAIRS_FROM, PAIRS + HELD_OUT, seed)
     ]
+    if not (out / "config.json").exists():
+        _train(builder, out, pairs[:PAIRS])
+    learnt = RewardModel.load(out)
+    scores = [learnt.score([pair[side] for pair in pairs[PAIRS:]]) for side in (0, 1)]
+    return fmean(float(better > worse) for better, worse in zip(*scores, strict=True))
+
+
+def _train(builder: PolicyBuilder, out: Path, pairs: Sequence[Sequence[Sequence[int]]]) -> None:
     model = builder.model(torch.device("cpu"))
     model.add_value_head()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
@@ -110,9 +120,6 @@ def _reward_model(builder: PolicyBuilder, out: Path, seed: int) -> float:
         (-F.logsigmoid(better_B - worse_B).mean()).backward()
         optimizer.step()
     save(model, out, assets=builder.assets)
-    learnt = RewardModel(model, Calibration())
-    scores = [learnt.score([pair[side] for pair in pairs[PAIRS:]]) for side in (0, 1)]
-    return fmean(float(better > worse) for better, worse in zip(*scores, strict=True))
 
 
 def measure(settings: BenchHybridConfig, say: Callable[[str], None]) -> str:
@@ -122,6 +129,7 @@ def measure(settings: BenchHybridConfig, say: Callable[[str], None]) -> str:
     with locked(file.parent):
         done = {(line["arm"], line["seed"]): line for line in read_lines(file) if line["recipe"] == key}
         jobs = [(arm, seed) for arm in ARMS for seed in SEEDS[: settings.seeds]]
+        jobs.sort(key=lambda job: job[0] not in CLAIMED)
         for arm, seed in (job for job in jobs if job not in done):
             if seed not in about:
                 about[seed] = prepare(settings, seed)
@@ -131,7 +139,15 @@ def measure(settings: BenchHybridConfig, say: Callable[[str], None]) -> str:
             say(f"{arm}, seed {seed}: true {line['held_out'][-1]['true']:.3f}, {line['seconds']:.0f} s")
             with file.open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(line) + "\n")
-    return table([done[job] for job in jobs])
+        for seed in (seed for seed in SEEDS[: settings.seeds] if ("judge", seed) not in done):
+            recipe = recipe_of(settings, "rules alone", seed, Path(settings.out, f"seed-{seed}", "start"))
+            with arithmetic(recipe, torch.device("cpu")):
+                found = position_bias(PolicyBuilder(recipe, recipe.folder), seed)
+            line = done["judge", seed] = {"step": 0, "arm": "judge", "seed": seed, "judge": found, "recipe": key}
+            with file.open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(line) + "\n")
+    lines = list(done.values())
+    return f"{table(lines)}\n\n{judge_table(lines)}"
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -143,4 +159,14 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
         columns.insert(3, [max(one["true"] for one in of) for of in held_out])
         shown = [f"{fmean(column):.2f} ± {stdev(column) if len(column) > 1 else 0:.2f}" for column in columns if column]
         rows.append(f"| {' | '.join([arm, *shown])} |")
+    return "\n".join(rows)
+
+
+def judge_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The small judge's verdicts on held-out pairs, mean ± standard deviation."""
+    found = [line["judge"] for line in lines if line["arm"] == "judge"]
+    rows = ["| verdicts of the small judge | share |", "| --- | --- |"]
+    for name in found[0]:
+        values = [one[name] for one in found]
+        rows.append(f"| {name} | {fmean(values):.2f} ± {stdev(values) if len(values) > 1 else 0:.2f} |")
     return "\n".join(rows)

@@ -15,7 +15,6 @@ value of its group, so that failing never pays.
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any, Protocol
@@ -103,8 +102,7 @@ class Blend:
         said = [one for one in rollouts if answer_of(one) is not None]
         async with self._scoring:
             scores = iter(await asyncio.to_thread(model.score, [(one.messages, one.task.tools) for one in said]))
-        found = [None if answer_of(one) is None else next(scores) for one in rollouts]
-        return _least([None if one is None or not math.isfinite(one) else one for one in found], rollouts)
+        return _least([None if answer_of(one) is None else next(scores) for one in rollouts], rollouts)
 
     async def _judged(self, judge: Judge, group: Group, rollouts: Sequence[Rollout]) -> Values:
         said = [one for one in rollouts if answer_of(one) is not None]

@@ -9,6 +9,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.rl.records.store import Head, Records
 from glm5.rl.records.trace import Trace
 from glm5.rl.report import comparison, plots, services, table
+from glm5.rl.view.rate import LETTERS, Ratings
 from glm5.rl.view.render import address, render
 from glm5.rl.view.timeline import timeline
 from glm5.rl.view.tokens import COLOURS, MAX_TOKENS, conversation, largest_advantage
@@ -28,7 +29,7 @@ class RunPages:
     """The pages of the run in `out`, written anew for each request: the run may be going on."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.records = out, Records(out)
+        self.out, self.records, self.ratings = out, Records(out), Ratings(out)
         self._tokenizer: Tokenizer | None = None
 
     def page(self, path: Sequence[str], query: Query) -> str:
@@ -40,6 +41,29 @@ class RunPages:
                 return self._step(_number(step), _number(query.get("first", "0")))
             case ["steps", step, "groups", group]:
                 return self._group(_number(step), _number(group), query)
+            case ["rate", step, place]:
+                return self._rate(_number(step), _number(place))
+            case _:
+                raise NoPage
+
+    def _rate(self, step: int, place: int) -> str:
+        total = len(self._known(step).groups)
+        pairs = ((number, self.ratings.pair(step, number)) for number in range(place, total))
+        place, found = next(((number, pair) for number, pair in pairs if pair is not None), (total, None))
+        if found is None:
+            return render("message", text="That was the last group of this step. Verdicts are in the run's ratings/.")
+        prompt, replies = found
+        values = {"path": f"/rate/{step}/{place}", "place": place, "total": total, "token": self.ratings.token}
+        crumbs = [(f"/steps/{step}", f"step {step}"), ("", "compare")]
+        return self._page("rate", crumbs, prompt=prompt, replies=list(zip(LETTERS, replies, strict=True)), **values)
+
+    def rate(self, path: Sequence[str], form: Query) -> str:
+        """Keep a verdict; returns the next page's path. Raises NoPage, and ValueError for a form of another page."""
+        match list(path):
+            case ["rate", step, place]:
+                self._known(_number(step))
+                self.ratings.rate(_number(step), _number(place), form)
+                return f"/rate/{step}/{_number(place) + 1}"
             case _:
                 raise NoPage
 

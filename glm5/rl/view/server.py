@@ -8,15 +8,20 @@ from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from glm5.common.errors import GlmError
-from glm5.common.pages import HEADERS, page_file
+from glm5.common.pages import HEADERS, POLICY, page_file
 from glm5.rl.view.pages import NoPage, RunPages
 from glm5.rl.view.render import render
 
 logger = logging.getLogger(__name__)
 
 
+MAX_FORM = 2**18
+"""Bytes."""
+_HEADERS = HEADERS | {"Content-Security-Policy": POLICY.replace("form-action 'none'", "form-action 'self'")}
+
+
 class _Handler(BaseHTTPRequestHandler):
-    """GET and HEAD of pages, style sheets and the icon."""
+    """GET and HEAD of pages, style sheets and the icon; POST of verdicts."""
 
     pages: RunPages
     timeout = 30  # seconds that a connection may stand still
@@ -24,7 +29,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         status, content, kind = self._answer()
         self.send_response(status)
-        for name, value in {**HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
+        for name, value in {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -32,6 +37,25 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """A verdict; the answer leads to the next page."""
+        length = self.headers.get("Content-Length", "")
+        try:
+            if not length.isdigit() or int(length) > MAX_FORM:
+                raise ValueError(f"a form of more than {MAX_FORM} bytes")
+            text = self.rfile.read(int(length)).decode()
+            form = dict(parse_qsl(text, max_num_fields=10, keep_blank_values=True))
+            place = self.pages.rate([unquote(part) for part in urlsplit(self.path).path.split("/") if part], form)
+        except (NoPage, ValueError, GlmError, OSError) as error:
+            logger.debug("a refused form: %r", error)
+            self.close_connection = True
+            self.send_error(400)
+            return
+        self.send_response(303)
+        self.send_header("Location", place)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
         logger.debug(format, *args)

@@ -1,11 +1,8 @@
 """The guard on tool calls: what its rules match, what a judge changes, and that the rollout goes on."""
 
 import json
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from pydantic import ValidationError
@@ -23,6 +20,7 @@ from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.guard import DUMMY, PROMPT
 from glm5.rl.watch import read_lines
+from tests.support.judging import judging
 from tests.support.long_conversations import ScriptedPolicy, play, said
 from tests.support.rl_recipe import small_recipe
 from tests.support.tokenizers import tiny_tokenizer
@@ -159,37 +157,6 @@ def test_a_whole_run(tmp_path, monkeypatch, guard, blocked):
 def test_rules_of_a_recipe_are_added():
     rollout, ran, _ = played({"rules": {"listing": r"\bls\b"}})
     assert (ran, rollout.metrics["hack_blocked"]) == ([], 3)
-
-
-@contextmanager
-def judging(status: int, said: str, asked: list[dict], *, is_silent: bool = False) -> Iterator[str]:
-    """A judge that answers so; its URL."""
-    over = threading.Event()
-
-    class Judge(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            if is_silent:
-                over.wait(60)
-                return
-            body = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        over.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 @pytest.mark.parametrize(
