@@ -1,13 +1,17 @@
 """Tempered log-probabilities are those of the distribution that tokens are drawn from, against float64, and sampling
 masks its tokens; a prompt's log-probabilities are at the request's temperature."""
 
+import asyncio
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from glm5.common.errors import RequestError
+from glm5.engine import AsyncEngine
 from glm5.engine.sampling import Placement, Rows, Sampler, SamplingParams
-from glm5.engine.sampling.params import answer_seeds
+from glm5.engine.sampling.params import answer_seeds, check_prompt_masks
 from glm5.kernels.sampled_logprobs import kept_ids, recorded
 
 VOCAB, PROMPT, OUTPUT, BAD = 60, [5, 40, 40], [31, 9, 9], [[9, 2], [7]]
@@ -180,6 +184,49 @@ def test_an_answer_read_as_a_prompt_has_the_log_probabilities_it_was_drawn_with(
     assert error(tempered, want) < BUDGET
     assert error(torch.tensor([one.logprob for one in reported]), own) < BUDGET
     assert (tempered - own).abs().max() > 100 * BUDGET  # the control
+
+
+def test_an_answer_read_with_its_vocabularies_has_the_log_probabilities_it_was_drawn_with(make_llm):
+    """In two lengths of masks, and chunks of 16 tokens."""
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, logprobs=0, output_kind="DELTA")
+    prompt = [5, 9, 200, 31]
+
+    async def read(engine: AsyncEngine, cuts: dict) -> tuple[list, list, list]:
+        async with engine.generate(prompt, params.but(**cuts), sampling_mask=True) as deltas:
+            found = [delta async for delta in deltas]
+        ids, drawn, masks = (
+            [one for delta in found for one in getattr(delta, name)]
+            for name in ("token_ids", "tempered_logprobs", "sampling_mask")
+        )
+        asked, scores = params.but(max_tokens=1, prompt_logprobs=0), []
+        for given in ({"prompt_masks": (*[b""] * (len(prompt) - 1), *masks)}, {}):
+            async with engine.generate(prompt + ids, asked, **given) as deltas:
+                entries = [entry async for delta in deltas for entry in delta.prompt_logprobs or ()][len(prompt) - 1 :]
+            scores.append([entry[token].tempered for entry, token in zip(entries, ids, strict=True)])
+        return drawn, *scores
+
+    with AsyncEngine(make_llm()) as engine:
+        for cuts in ({"top_k": 4}, {"min_p": 0.2}, {"top_p": 0.9}):
+            drawn, scored, uncut = map(torch.tensor, asyncio.run(read(engine, cuts)))
+            torch.testing.assert_close(scored, drawn, rtol=0, atol=BUDGET)
+            assert (uncut - drawn).abs().max() > 100 * BUDGET  # the control
+
+
+@pytest.mark.parametrize(
+    ("masks", "said"),
+    [
+        ([b""], "prompt_masks are 1; allowed: 2, as many as"),
+        ([b"", b"abc"], "prompt_masks is b'abc'; allowed: what sampling_mask reports of a vocabulary of 60"),
+        ([b"", np.array([60], "<i4").tobytes()], "allowed: what sampling_mask"),
+        ([b"", np.array([-2, 1], "<i4").tobytes()], "allowed: what sampling_mask"),
+        ([b"", np.array([-1, 1], "<i4").tobytes()], "allowed: what sampling_mask"),
+    ],
+)
+def test_vocabularies_of_a_prompt_that_are_none_are_refused(masks, said):
+    with pytest.raises(RequestError, match=said):
+        check_prompt_masks(masks, 3, VOCAB)
+    check_prompt_masks([b"", np.array([-1, 1, 2], "<i4").tobytes()], 3, VOCAB)
+    check_prompt_masks([np.array([0, 59], "<i4").tobytes(), b""], 3, VOCAB)
 
 
 def test_answers_of_neighbouring_seeds_differ(make_llm):

@@ -12,6 +12,8 @@ import torch
 from glm5.engine.sampling import Placement, Rows, Sampler, SamplingParams, parts
 from glm5.engine.sampling.params import StructuredOutputsParams
 from glm5.engine.sampling.parts import VocabShard
+from glm5.kernels.sampled_logprobs import Kept
+from tests.support.masks import recorded_mask
 
 VOCAB = 96
 SECONDS = 30
@@ -119,6 +121,25 @@ def test_the_same_tokens_as_from_all_logits(size, kind, most_sought, seed, monke
             torch.testing.assert_close(*tempered, rtol=1e-5, atol=1e-5)
             assert torch.equal(found.rank_T, known.rank_T)
             assert torch.equal(ours.mask_TU, whole.mask_TU)
+
+
+def test_vocabularies_of_given_tokens_are_cut_for_each_rank():
+    gen = torch.Generator().manual_seed(4)
+    logits_TW = torch.randn(3, VOCAB, generator=gen)
+    token_T = torch.tensor([70, 5, 40])
+    kept = Kept.of([recorded_mask([70, 1, 30], VOCAB), b"", recorded_mask(range(20, 90), VOCAB)])
+
+    def job(part):
+        own_TW = logits_TW if part is None else logits_TW[:, part.first : part.first + part.size]
+        return Sampler(1, VOCAB, part=part).logprobs(own_TW, token_T, 5, 0.7, kept)
+
+    dropped_TW = kept.dropped(VOCAB)
+    want_TW = (logits_TW.double() / 0.7).masked_fill(dropped_TW, -torch.inf).log_softmax(-1)
+    for found in [job(None), *together(4, job)]:
+        want_T = want_TW.gather(1, token_T[:, None])[:, 0].float()
+        torch.testing.assert_close(found.tempered_T, want_T, rtol=0, atol=1e-5)  # float32, sums of 96 terms
+        best_TU = want_TW.gather(1, found.top_token_TU).float()
+        torch.testing.assert_close(found.top_tempered_TU, best_TU, rtol=0, atol=1e-5)
 
 
 def test_rows_without_a_valid_token_are_found_on_every_rank():
