@@ -18,16 +18,22 @@ def test_what_is_written_is_what_the_command_reads(plan, tmp_path):
     assert read_recipe(base.file) == base.recipe
     assert read_rl_recipe(rl.file) == rl.recipe
     assert base.command == ["train", str(tmp_path / "run/base.toml")]
-    assert rl.recipe.model.checkpoint == str(tmp_path / "run/base/pretrain/last")
+    assert rl.recipe.model.checkpoint == str(tmp_path / "run/base.checkpoint")
     assert (rl.recipe.model.dtype, rl.recipe.model.preset) == ("bfloat16", None)
     run = tmp_path / "run"
     flags = ["--scheme=w4a8", "--held-out-tokens=0", "--restart"]
-    assert w4a8.command == ["quantize", str(run / "rl/policy"), str(run / "w4a8"), *flags]
+    assert w4a8.command == ["quantize", str(run / "rl.checkpoint"), str(run / "w4a8"), *flags]
 
 
-def test_the_best_checkpoint_of_training_is_the_start_of_what_follows(plan, tmp_path):
-    (tmp_path / "run/base/pretrain/best").mkdir(parents=True)
-    assert plan().stages[1].recipe.model.checkpoint == str(tmp_path / "run/base/pretrain/best")
+def test_a_stage_starts_from_the_best_checkpoint_by_a_name_that_does_not_change(plan, tmp_path):
+    base, rl, _ = plan().stages
+    for name in ("last", "best"):
+        (tmp_path / "run/base/pretrain" / name).mkdir(parents=True)
+        base.link()
+        assert (tmp_path / "run/base.checkpoint").resolve() == tmp_path / "run/base/pretrain" / name
+        assert plan().stages[1].table == rl.table
+    base.delete()
+    assert not any(tmp_path.glob("run/base*"))
 
 
 def test_a_changed_recipe_of_a_begun_stage_is_refused_until_it_is_deleted(plan):
