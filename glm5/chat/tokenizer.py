@@ -95,7 +95,18 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id: the minimum rows of an embedding for this tokenizer."""
-        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.spellings.values()) + 1
+
+    def first_difference(self, other: "Tokenizer") -> str | None:
+        """The smallest token id that stands for something else in another tokenizer, in words; None where none does."""
+        own, others = ({token_id: token for token, token_id in one.spellings.items()} for one in (self, other))
+        wrong = next((i for i in sorted({*own, *others}) if own.get(i) != others.get(i)), None)
+        return None if wrong is None else f"token {wrong} is {own.get(wrong)!r} here and {others.get(wrong)!r} there"
+
+    @property
+    def spellings(self) -> dict[str, int]:
+        """Ids by the tokens' spellings in tokenizer.json."""
+        return self._backend.get_vocab(with_added_tokens=True)
 
     def id_of(self, token: str) -> int | None:
         """Id of a special token by its spelling, None where this tokenizer has no such token."""

@@ -5,7 +5,7 @@
     [algorithm]      advantages and the weight of each token         [optimizer]       config/step.py
     [evaluation]     held-out tasks                                  [records]         what is kept of rollouts
     [asynchronous]   rollouts go on while the trainer learns        [agent]           a program that plays
-    [trainer]        the processes that train
+    [trainer]        the processes that train                       [[teacher]]       whom distill learns from
 
 The file services.toml in the folder of a run changes environments while it goes on (rl/services.py).
 
@@ -131,7 +131,7 @@ class AlgorithmSection(Section):
     """What a token of a rollout counts, and how."""
 
     name: str = "grpo"
-    """grpo, grpo-no-std, dis, sao, gspo, cispo, dppo, kpop, flash-reinforce, tis or reinforce (docs/rl.md)."""
+    """grpo, grpo-no-std, dis, sao, gspo, cispo, dppo, kpop, flash-reinforce, tis, reinforce or distill (docs/rl.md)."""
     parameters: dict[str, float] = {}
     """Of the algorithm, such as beta = 2."""
     entropy: NotNegative = 0.0
@@ -144,12 +144,31 @@ class AlgorithmSection(Section):
     """Optimizer steps for each batch of rollouts. 1: on-policy, as reported."""
     critic: CriticSection = CriticSection()
     """Of sao; the others have none."""
+    teacher_top_k: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Of distill: how many of a teacher's likeliest tokens are learnt from at each sampled place. 0: the sampled token
+    alone, as reported."""
 
     @model_validator(mode="after")
     def _has_critic(self) -> Self:
         if self.name != "sao" and self.critic != CriticSection():
             raise ValueError(f'critic: {self.name:.80} has none; leave it out, or set name = "sao"')
+        if self.name != "distill" and self.teacher_top_k:
+            raise ValueError(f'teacher_top_k: {self.name:.80} has no teachers; leave it out, or set name = "distill"')
         return self
+
+
+class TeacherSection(Section):
+    """A checkpoint whose log-probabilities are learnt in place of rewards, on tasks of some environments (GLM-5
+    report, section 3.5)."""
+
+    name: Name
+    """In figures and records."""
+    checkpoint: Place
+    """Folder or Hugging Face id; with the policy's tokenizer."""
+    environments: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Names of environments of the recipe, whose tasks are this teacher's."""
+    sleep_level: Literal[1, 2] = 1
+    """What its engine releases while others work: 1 moves the weights to host memory, 2 reads them again."""
 
 
 class Rollouts(Section):
@@ -329,6 +348,8 @@ class RLRecipe(Section):
     asynchronous: Asynchronous | None = None
     """Default: rollouts and trainer take turns."""
     environment: Annotated[tuple[EnvironmentSection, ...], Field(min_length=1)]
+    teacher: tuple[TeacherSection, ...] = ()
+    """Of distill."""
     evaluation: Evaluation = Evaluation()
     records: Records = Records()
 
@@ -370,6 +391,34 @@ class RLRecipe(Section):
             raise ValueError("rollouts.guard: an agent runs its tools itself; leave it out")
         if self.lr_warmup_steps >= self.steps:
             raise ValueError(f"lr_warmup_steps {self.lr_warmup_steps} must be below steps {self.steps}")
+        return self
+
+    @model_validator(mode="after")
+    def _taught(self) -> Self:
+        if (self.algorithm.name == "distill") != bool(self.teacher):
+            raise ValueError(
+                'teacher: [[teacher]] and algorithm.name = "distill" belong together; give both or neither'
+            )
+        if not self.teacher:
+            return self
+        known = [one.name for one in self.environment]
+        taught = [name for one in self.teacher for name in one.environments]
+        names = [one.name for one in self.teacher]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two teachers are called {twice}")
+        if unknown := next((name for name in taught if name not in known), None):
+            raise ValueError(f"teacher: no environment is called {unknown}; allowed: {', '.join(known)}")
+        if twice := next((name for name in taught if taught.count(name) > 1), None):
+            raise ValueError(
+                f"environment {twice} has more than one teacher; allowed: one, so that its tasks are clear"
+            )
+        if self.model.checkpoint is None:
+            raise ValueError("teacher: the student is a checkpoint, that of the last stage; set model.checkpoint")
+        if self.rollouts.group_size == 1 and (rest := [name for name in known if name not in taught]):
+            raise ValueError(
+                f"environment {rest[0]} has no teacher, and in groups of one no reward is better than the group's; "
+                "give it a teacher, or set rollouts.group_size"
+            )
         return self
 
     def _of_one_rank(self) -> None:

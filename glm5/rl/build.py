@@ -5,16 +5,18 @@ import shutil
 from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from glm5.chat.template import ChatTemplate
 from glm5.chat.tokenizer import Tokenizer, train_bpe
+from glm5.checkpoint.dense_mla import config_to_train
 from glm5.checkpoint.resolve import resolve
 from glm5.checkpoint.versions import WeightFiles, WeightFolder
 from glm5.common.errors import ConfigError
 from glm5.config.quantize import QuantizeConfig
-from glm5.config.rl import RLRecipe
+from glm5.config.rl import RLRecipe, TeacherSection
 from glm5.engine import AsyncEngine
 from glm5.engine.cache.kv_cache import PAGE_SIZE
 from glm5.model.glm5 import Glm5
@@ -25,6 +27,7 @@ from glm5.rl.environments.table import make
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.engines import Engines
 from glm5.rl.rollouts.ring import BALANCE
+from glm5.rl.rollouts.teachers import Teachers
 from glm5.rl.sandbox.backends import Backend
 from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.shown import ShownGames
@@ -54,6 +57,7 @@ class PolicyBuilder:
         self.recipe, self.out, self._launcher = recipe, out, launcher
         self.environments = environments_of(recipe)
         self.tasks = TaskSource(recipe, self.environments)
+        check_teachers(recipe)
         self.assets = self._assets()
         self.tokenizer = Tokenizer.from_dir(self.assets)
         self.template = ChatTemplate.for_checkpoint(self.assets, tokenizer=self.tokenizer)
@@ -94,18 +98,44 @@ class PolicyBuilder:
         pages = num_pages(self.recipe, count) if device == "cpu" and cfg.kv_cache_gb is None else None
         return AsyncEngine(
             folder,
-            device=device,
-            launch=self._launcher(device),
+            **self._common(device),
             max_model_len=cfg.max_model_len,
             max_num_seqs=at_once,
             max_num_batched_tokens=max(at_once, 2048),
             num_speculative_tokens=cfg.num_speculative_tokens,
-            deterministic=cfg.deterministic,
-            watchdog_timeout=cfg.watchdog_timeout,
             num_gpu_blocks_override=pages,
             kv_cache_memory_bytes=None if cfg.kv_cache_gb is None else int(cfg.kv_cache_gb * _GIB),
-            num_threads=threads_of(self.recipe, torch.device(device)),
         )
+
+    def teachers(self, device: torch.device) -> Teachers:
+        """Those of the recipe, on the engines' devices in turn. None has started."""
+        recipe = self.recipe
+        devices = recipe.rollouts.devices or (str(device),)
+        numbers = {one.name: number for number, one in enumerate(recipe.teacher)}
+
+        def make(teacher: TeacherSection) -> AsyncEngine:
+            return AsyncEngine(
+                resolve(teacher.checkpoint),
+                **self._common(devices[numbers[teacher.name] % len(devices)]),
+                max_model_len=recipe.rollouts.max_model_len + 1,  # a token is sampled after what is scored
+                max_num_seqs=num_scored(recipe),
+                num_gpu_blocks_override=num_teacher_pages(recipe),
+                max_logprobs=recipe.algorithm.teacher_top_k,
+            )
+
+        of = {self.environments[name].name: one for one in recipe.teacher for name in one.environments}
+        return Teachers(of, make, recipe.algorithm.teacher_top_k)
+
+    def _common(self, device: str) -> dict[str, Any]:
+        """Settings of every engine."""
+        cfg = self.recipe.rollouts
+        return {
+            "device": device,
+            "launch": self._launcher(device),
+            "deterministic": cfg.deterministic,
+            "watchdog_timeout": cfg.watchdog_timeout,
+            "num_threads": threads_of(self.recipe, torch.device(device)),
+        }
 
     def _quantized(self, folder: Path, device: torch.device) -> Path:
         """The checkpoint in `folder` in the format of rollouts, which later pushes keep."""
@@ -163,6 +193,24 @@ class PolicyBuilder:
         return folder
 
 
+def check_teachers(recipe: RLRecipe) -> None:
+    """ConfigError for a teacher whose tokens mean something else than the policy's."""
+    if not recipe.teacher:
+        return
+    section = recipe.model
+    own, cfg = Tokenizer.from_dir(resolve(section.tokenizer or section.checkpoint or "")), model_config(section)
+    for one in recipe.teacher:
+        folder = resolve(one.checkpoint)
+        difference = own.first_difference(Tokenizer.from_dir(folder))
+        if difference is None and (size := config_to_train(folder, {}).vocab_size) != cfg.vocab_size:
+            difference = f"the vocabulary has {cfg.vocab_size} tokens here and {size} there"
+        if difference is not None:
+            raise ConfigError(
+                f"teacher {one.name}: {folder} has another tokenizer than the policy: {difference}; allowed: "
+                "checkpoints with the policy's tokenizer, since probabilities of other tokens cannot be compared"
+            )
+
+
 def weight_folder(recipe: RLRecipe, out: Path) -> Path | None:
     """Where weights go to the engines as files; None where they go by another channel."""
     if recipe.rollouts.weight_channel not in ("folder", "delta"):
@@ -198,6 +246,16 @@ def num_rollouts(recipe: RLRecipe) -> int:
     if recipe.asynchronous is not None:
         return min(cfg.concurrency or of_step, 1024)
     return min(of_step, cfg.concurrency or 512, 1024)
+
+
+def num_scored(recipe: RLRecipe) -> int:
+    """Conversations that a teacher scores at a time."""
+    return min(num_rollouts(recipe), 64)
+
+
+def num_teacher_pages(recipe: RLRecipe) -> int:
+    """Pages of a teacher's KV cache: of the conversations that it scores at a time."""
+    return num_scored(recipe) * -(-(recipe.rollouts.max_model_len + 1) // PAGE_SIZE)
 
 
 def num_pages(recipe: RLRecipe, num_engines: int) -> int:

@@ -11,12 +11,15 @@ The trainer's peak is the measured one, too, where there is one. Before, every c
 import resource
 import shutil
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from glm5.checkpoint.dense_mla import config_to_train
+from glm5.checkpoint.resolve import resolve
 from glm5.config.model import ModelConfig
 from glm5.config.rl import RLRecipe
 from glm5.config.tensors import count_parameters
@@ -24,7 +27,7 @@ from glm5.config.train import Recipe, StageConfig
 from glm5.engine.cache.kv_cache import KVCache
 from glm5.model.glm5 import Glm5
 from glm5.rl.algorithms.table import preset_of
-from glm5.rl.build import environments_of, num_pages, num_rollouts
+from glm5.rl.build import check_teachers, environments_of, num_pages, num_rollouts, num_teacher_pages
 from glm5.rl.predict import Profile, advice, bound, measured_profile
 from glm5.rl.tasks import TaskSource
 from glm5.rl.training.critic import is_learning
@@ -56,6 +59,7 @@ Metrics = list[dict[str, Any]]
 def estimate(recipe: RLRecipe) -> str:
     """The text of `--dry-run`. Raises ConfigError for what a run would refuse before its first step."""
     TaskSource(recipe, environments_of(recipe))
+    check_teachers(recipe)
     preset_of(recipe.algorithm.name, recipe.algorithm.parameters)
     cfg, device = model_config(recipe.model), device_of(recipe.device)
     count, available = count_parameters(cfg), device_memory(device)
@@ -65,8 +69,11 @@ def estimate(recipe: RLRecipe) -> str:
     seconds, source = step_seconds(cfg, recipe, metrics)
     peak = max((line.get("perf/peak_gib", 0.0) for line in metrics), default=0.0) * GIB
     needed = defaultdict[torch.device, float](float, {_numbered(device): peak or sum(trainer.values())})
+    teachers = [teacher_parts(recipe, number, places) for number in range(len(recipe.teacher))]
     for place, engine in zip(places, engines, strict=True):
         needed[_numbered(place)] += sum(engine.values())
+    for number, teacher in enumerate(teachers):
+        needed[_numbered(places[number % len(places)])] += sum(teacher.values())
     state = sum(trainer[name] for name in ("weights", "optimizer"))
     free = shutil.disk_usage(existing_parent(recipe.folder)).free
     lines = [
@@ -76,6 +83,7 @@ def estimate(recipe: RLRecipe) -> str:
         f"memory: about {sum(needed.values()) / GIB:.3g} GiB",
         f"  trainer: {_listed(trainer)}" + (f"; measured {peak / GIB:.3g}" if peak else ""),
         f"  engine{f', each of {len(engines)}' if len(engines) > 1 else ''}: {_listed(engines[0])}",
+        *(f"  teacher {one.name}: {_listed(parts)}" for one, parts in zip(recipe.teacher, teachers, strict=True)),
     ]
     fits = True
     for place, size in needed.items():
@@ -139,6 +147,21 @@ def engine_parts(cfg: ModelConfig, recipe: RLRecipe, num_engines: int, device: t
     return {
         "weights": float(computed.itemsize * count_parameters(cfg).with_mtp),
         "cache": float(cache) if given is None else given * GIB,
+        "process": process_bytes(device),
+    }
+
+
+def teacher_parts(recipe: RLRecipe, number: int, places: Sequence[torch.device]) -> dict[str, float]:
+    """Bytes of the process of a teacher at the peak of a step. On a GPU two at most have weights there and one a cache:
+    those that come first."""
+    teacher, device = recipe.teacher[number], places[number % len(places)]
+    cfg = config_to_train(resolve(teacher.checkpoint), {})
+    before = number // len(places) if device.type == "cuda" else 0
+    weights = float(getattr(torch, cfg.dtype).itemsize * count_parameters(cfg).with_mtp)
+    cache = float(num_teacher_pages(recipe) * KVCache.bytes_per_page(cfg, getattr(torch, cfg.dtype), mtp=False))
+    return {
+        "weights": weights if before < 2 else 0.0,
+        "cache": cache if before < 1 else 0.0,
         "process": process_bytes(device),
     }
 

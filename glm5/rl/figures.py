@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, pstdev
 
 import numpy as np
+from numpy.typing import NDArray
 
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.tasks import REPLACING
@@ -14,6 +15,7 @@ from glm5.rl.training.scores import Scores
 _NAMES = {
     "policy": "loss/policy",
     "ref_kl": "loss/ref_kl",
+    "teacher": "loss/teacher",
     "entropy": "entropy",
     "masked": "is/mask_frac",
     "mismatch_kl": "kl/mismatch",
@@ -47,7 +49,8 @@ def figures_of(version: int, groups: Sequence[Group], trained: Trained, times: M
         "group/refilled": len({group.number for group in groups if group.number >= REPLACING}),
     }
     found |= {f"env_fail/{kind}": count for kind, count in repairs.failures.items()}
-    found |= _of_environments(valid) | _of_tokens(trained.scores) | _staleness(version, rollouts)
+    found |= _of_environments(valid) | _of_tokens(trained.scores) | _of_teachers(trained.scores)
+    found |= _staleness(version, rollouts)
     names = {
         name: name if "/" in name else _NAMES.get(name, f"train/{name.replace(' ', '_')}") for name in trained.metrics
     }
@@ -93,6 +96,18 @@ def _of_tokens(scores: Scores) -> dict[str, float]:
         "adv/min": advantage_N.min(),
         "adv/max": advantage_N.max(),
     }
+
+
+def _of_teachers(scores: Scores) -> dict[str, float]:
+    """The mean divergence KL(policy || teacher) a token, by teacher and environment."""
+    if "teacher_kl" not in scores.columns:
+        return {}
+    parts = np.split(scores.columns["teacher_kl"], np.cumsum([len(one) for one in scores.sequences]))
+    found = defaultdict[str, list[NDArray[np.float64]]](list)
+    for one, part in zip(scores.sequences, parts[:-1], strict=True):
+        if one.rollout is not None and one.rollout.teacher:
+            found[f"teacher_kl/{one.rollout.teacher}/{one.rollout.task.environment}"].append(part[~np.isnan(part)])
+    return {name: np.concatenate(values).mean() for name, values in found.items()}
 
 
 def _staleness(newest: int, rollouts: Sequence[Rollout]) -> dict[str, float]:

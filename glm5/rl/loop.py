@@ -138,6 +138,7 @@ class Run:
         self.engines: Engines | None = None
         self.open_gateway = open_gateway
         self.gateways = Gateways(self._open)
+        self.teachers = self.builder.teachers(device)
         self.has_restarted, self.meter = False, EngineMeter()
         if saved is not None:
             self.number = self.saved = saved["step"]
@@ -188,6 +189,7 @@ class Run:
                     await asyncio.to_thread(self.gateways.close)
                     if self.engines is not None:
                         await self.engines.close()
+                    await self.teachers.close()
                     self.trainer.close()
         with writing_to(self.out / REPORT):
             write_report(self.out, self.recipe)
@@ -218,6 +220,8 @@ class Run:
         began = time.monotonic()
         groups = await self._alive(self._collect)
         rolled = time.monotonic()
+        await self._alive(partial(self.teachers.score, groups))
+        scored = time.monotonic()
         with self._naming_state():
             trained = await asyncio.to_thread(self._train, groups)
         stepped = time.monotonic()
@@ -229,7 +233,8 @@ class Run:
         pushed = time.monotonic()
         await asyncio.to_thread(self._record, groups, trained)
         waited = "rollout" if self.rollouts is None else "wait_for_batch"
-        times = {waited: rolled - began, "train": stepped - rolled, "push": pushed - stepped}
+        times = {waited: rolled - began, "train": stepped - scored, "push": pushed - stepped}
+        times |= {"teachers": scored - rolled} if self.recipe.teacher else {}
         times["record"] = time.monotonic() - pushed
         version = self.recipe.version_at(self.number - 1)
         figures = figures_of(version, groups, trained, times) | self._speed(trained, times["train"])

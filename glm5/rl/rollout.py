@@ -12,9 +12,10 @@ class Rollout:
     """One attempt at a task by the policy: its tokens, what it earned, and how it ended.
 
     `rewards`: named parts, whose sum is `reward`. `failure`: why it could not be finished, by a fault that it did not
-    cause. `is_withheld`: its reward counts in its group, and none of its tokens is trained. `temperature`, `top_p`,
-    `top_k`, `min_p`: of its sampling. `seed`: of its first request; unique in a run. `environment_seconds`: the part of
-    its `seconds` in which it waited for its environment; 0 for an agent that is a program.
+    cause. `teacher`: the name of the one that has scored its sampled tokens. `is_withheld`: its reward counts in its
+    group, and none of its tokens is trained. `temperature`, `top_p`, `top_k`, `min_p`: of its sampling. `seed`: of its
+    first request; unique in a run. `environment_seconds`: the part of its `seconds` in which it waited for its
+    environment; 0 for an agent that is a program.
     """
 
     task: Task
@@ -32,6 +33,7 @@ class Rollout:
     is_withheld: bool = False
     failure: FailureKind | None = None
     failure_reason: str = ""
+    teacher: str = ""
     seconds: float = 0.0
     environment_seconds: float = 0.0
 

@@ -34,7 +34,8 @@ class Segment:
     that is `versions`. `context_versions`: of the keys that the cache had when the first was sampled, as runs of
     (version, tokens) from the beginning of the path; empty if it had none of a session. Optional: `experts` int16
     [tokens, MoE layers, experts a token], of every token for which the engine reported them (-1: unknown); `kept`, the
-    vocabulary that top_k, top_p and min_p left (`kept_ids`).
+    vocabulary that top_k, top_p and min_p left (`kept_ids`). What a teacher says of sampled tokens, under the same
+    temperature and vocabulary: `teacher_logprobs`, and its likeliest tokens, `teacher_top`, with theirs.
     """
 
     token_ids: list[int]
@@ -46,6 +47,8 @@ class Segment:
     context_versions: list[tuple[int, int]] = field(default_factory=list)
     experts: Experts | None = None
     kept: list[bytes] | None = None
+    teacher_logprobs: list[float] = field(default_factory=list)
+    teacher_top: list[list[tuple[int, float]]] = field(default_factory=list)
 
     def add(self, delta: "Delta") -> None:
         """More of the answer that is being sampled."""
@@ -72,6 +75,8 @@ class Segment:
             ("logprobs", len(self.logprobs), (wanted,)),
             ("versions", len(self.versions), (wanted,)),
             ("key_versions", len(self.key_versions), (0, wanted)),
+            ("teacher_logprobs", len(self.teacher_logprobs), (0, wanted)),
+            ("teacher_top", len(self.teacher_top), (0, wanted)),
         ):
             if got not in allowed:
                 raise ValueError(f"a segment of {count} tokens, sampled: {self.is_sampled}, has {got} {name}")

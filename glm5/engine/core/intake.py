@@ -14,7 +14,7 @@ from glm5.engine.core.tiering import Lookup, Tiering
 from glm5.engine.runner.runner import SeqSpec
 from glm5.engine.sampling.compiling import Compilation, Compiler
 from glm5.engine.sampling.grammar import Matcher
-from glm5.engine.sampling.params import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_STOP_IDS
+from glm5.engine.sampling.params import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_STOP_IDS, check_prompt_masks
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.scheduler.messages import Submit, TierChange
 from glm5.engine.transport.wire import AddRequest, EngineInfo
@@ -143,6 +143,8 @@ class Intake:
                 f"{len(request.seq_ids)} answers, {len(request.seeds)} seeds, n={request.params.n} in each", param="n"
             )
         request.params.check_reports(self.info.max_logprobs, sampling_mask=request.sampling_mask)
+        if request.prompt_masks:
+            check_prompt_masks(request.prompt_masks, len(request.prompt_ids), self.vocab_size)
         if request.routed_experts and not self.info.routed_experts:
             raise RequestError(
                 "routed experts are not recorded; start the engine with enable_return_routed_experts",
@@ -191,6 +193,7 @@ def _reply(request: AddRequest, number: int, report: PromptReport | None, compil
         bad_words=request.bad_words,
         routed=request.routed_experts,
         sampling_mask=request.sampling_mask,
+        prompt_masks=request.prompt_masks,
     )
     matcher = None
     if request.params.constrained:

@@ -10,7 +10,7 @@ from glm5.chat.template import ends_in_reasoning
 from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import MissingExtra, RequestError
 from glm5.common.plain import plain, plain_list
-from glm5.engine.sampling.params import MAX_STOP_IDS, SamplingParams, answer_seeds
+from glm5.engine.sampling.params import MAX_STOP_IDS, SamplingParams, answer_seeds, check_prompt_masks
 from glm5.engine.sampling.words import bad_word_ids
 from glm5.engine.scheduler.config import SchedulerConfig
 from glm5.engine.scheduler.messages import Submit
@@ -31,7 +31,9 @@ class Options:
     computed its tokens; `sampling_mask`: which token ids each was drawn from. `starts_after`: a token (the end of
     thinking); structured output applies after it, the thinking budget up to it. `not_before`: tokens that are forbidden
     before it, in addition to end tokens. `keeps_pages`: the salt names a session, whose pages stay when weights are
-    updated with the policy "keep-session"; they stay on the device.
+    updated with the policy "keep-session"; they stay on the device. `prompt_masks`: of each prompt token but the first
+    the vocabulary that it was drawn from, as `sampling_mask` reports it, b"" for all tokens: `prompt_logprobs`'
+    `tempered` are of the distributions over these.
     """
 
     priority: int = 0
@@ -42,10 +44,12 @@ class Options:
     starts_after: int | None = None
     not_before: tuple[int, ...] = ()
     keeps_pages: bool = False
+    prompt_masks: tuple[bytes, ...] = ()
 
     def check(self) -> None:
         """RequestError for a wrong type, or a number out of range."""
         depth, after, before = self.num_speculative_tokens, self.starts_after, self.not_before
+        masks = self.prompt_masks
         for name, good, allowed in (
             ("priority", type(self.priority) is int and -(2**63) <= self.priority < 2**63, "a 64-bit integer"),
             ("cache_salt", isinstance(self.cache_salt, str), "a text"),
@@ -55,6 +59,7 @@ class Options:
             ("keeps_pages", isinstance(self.keeps_pages, bool), "true or false"),
             ("starts_after", after is None or type(after) is int, "None, or a token id"),
             ("not_before", isinstance(before, tuple) and set(map(type, before)) <= {int}, "a tuple of token ids"),
+            ("prompt_masks", isinstance(masks, tuple) and set(map(type, masks)) <= {bytes}, "a tuple of bytes"),
         ):
             if not good:
                 raise RequestError(f"{name} is {getattr(self, name)!r:.60}; allowed: {allowed}", param=name)
@@ -178,6 +183,8 @@ class RequestBuilder:
         if params.structured_outputs is not None and find_spec("xgrammar") is None:
             raise MissingExtra("structured_outputs need the package 'xgrammar': run  pip install 'glm5[grammar]'")
         params.check_reports(self.info.max_logprobs, sampling_mask=options.sampling_mask)
+        if options.prompt_masks:
+            check_prompt_masks(options.prompt_masks, len(prompt_ids), vocab_size)
         if options.routed_experts and not self.info.routed_experts:
             raise RequestError(
                 "routed_experts are not recorded by this engine; start it with enable_return_routed_experts",
@@ -211,6 +218,7 @@ class RequestBuilder:
             routed_experts=options.routed_experts,
             sampling_mask=options.sampling_mask,
             keeps_pages=options.keeps_pages,
+            prompt_masks=options.prompt_masks,
         )
 
     def _cut(self, ids: list[int], truncate: int | None) -> list[int]:

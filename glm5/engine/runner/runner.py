@@ -32,6 +32,7 @@ from glm5.engine.sampling import Accepted, Placement, Rows, Sampled, Sampler, Sa
 from glm5.engine.sampling.logprobs import Logprobs
 from glm5.engine.sampling.parts import VocabShard
 from glm5.engine.scheduler.plan import Item, StepPlan
+from glm5.kernels.sampled_logprobs import Kept
 from glm5.kernels.upload import upload
 from glm5.model.glm5 import Glm5
 from glm5.parallel.group import ALONE, Group
@@ -44,7 +45,8 @@ class SeqSpec:
     """What a runner needs of a sequence in addition to the plan. `params` has n = 1; `seed` has 64 bits.
 
     `stop_ids` end it, and are masked until min_tokens; `bad_words` are token sequences. `routed`: report its experts,
-    `sampling_mask`: the token ids that each of its tokens was drawn from.
+    `sampling_mask`: the token ids that each of its tokens was drawn from. `prompt_masks`: the vocabularies over which
+    those of its prompt but the first have their `tempered` log-probabilities, or none.
     """
 
     params: SamplingParams
@@ -54,6 +56,7 @@ class SeqSpec:
     bad_words: Sequence[Sequence[int]] = ()
     routed: bool = False
     sampling_mask: bool = False
+    prompt_masks: Sequence[bytes] = ()
 
 
 class Runner:
@@ -311,8 +314,10 @@ class Runner:
             for begin in range(0, count, _PROMPT_ROWS):
                 span = slice(first + begin, first + min(begin + _PROMPT_ROWS, count))
                 logits_TW = self.passes.logits(_filled(hidden_TD[span], self.passes))[: span.stop - span.start]
+                masks = specs[item.seq_id].prompt_masks[item.start + begin :][: span.stop - span.start]
+                kept = Kept.of(masks, logits_TW.device) if any(masks) else None
                 parts.append(
-                    self.sampler.logprobs(logits_TW, next_T[begin : begin + _PROMPT_ROWS], wanted, temperature)
+                    self.sampler.logprobs(logits_TW, next_T[begin : begin + _PROMPT_ROWS], wanted, temperature, kept)
                 )
             out[item.seq_id] = PromptLogprobs(next_T, Logprobs.joined(parts), wanted)
         return out

@@ -428,3 +428,19 @@ def answer_seeds(seed: int, count: int) -> list[int]:
     seed %= 2**64
     hashed = (blake2b(b"%d %d" % (seed, index), digest_size=8).digest() for index in range(1, count))
     return [seed, *(int.from_bytes(digest, "little") for digest in hashed)]
+
+
+def check_prompt_masks(masks: Sequence[bytes], num_prompt: int, vocab_size: int) -> None:
+    """RequestError unless they are recorded vocabularies (kernels/sampled_logprobs/kept.py), or b"" for all tokens, one
+    for each prompt token but the first."""
+    if len(masks) != num_prompt - 1:
+        allowed = f"{num_prompt - 1}, as many as the prompt has tokens but the first"
+        raise RequestError(f"prompt_masks are {len(masks)}; allowed: {allowed}", param="prompt_masks")
+    for mask in masks:
+        words = memoryview(mask).cast("i") if len(mask) % 4 == 0 else None
+        if words is not None and len(words) and words[0] == -1:  # bits follow
+            is_good = len(words) == 1 - (-vocab_size // 32)
+        else:
+            is_good = words is not None and (not words or 0 <= min(words) <= max(words) < vocab_size)
+        if not is_good:
+            raise _refusal("prompt_masks", mask, f"what sampling_mask reports of a vocabulary of {vocab_size}")

@@ -21,6 +21,7 @@ from glm5.engine.sampling.parts import VocabShard
 from glm5.engine.sampling.simulated import simulated
 from glm5.engine.sampling.slots import Placement, SlotTables
 from glm5.kernels.best_token import best_token
+from glm5.kernels.sampled_logprobs import Kept
 
 _UNKNOWN_AHEAD = Feature.PERMITTED | REPORTS
 _ALL = -1
@@ -56,7 +57,7 @@ class Sampler:
         part: VocabShard | None = None,
         simulate: float | None = None,
     ) -> None:
-        self.part, self._simulate = part, simulate
+        self.part, self._simulate, self._vocab_size = part, simulate, vocab_size
         self.vocabulary = part or Vocabulary(0, vocab_size)
         self.tables = SlotTables(num_slots, vocab_size, 1 + max_drafts, torch.device(device))
 
@@ -144,9 +145,15 @@ class Sampler:
             found = vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_logprobs)
         return Sampled(token_T, best.value_T.isfinite().logical_not_(), found, mask_TU)
 
-    def logprobs(self, logits_TW: Tensor, token_T: Tensor, num_logprobs: int, temperature: float) -> Logprobs:
-        """`logprobs` of tokens that are given, not drawn; `temperature` 0 counts as 1."""
-        drawn_from_TW = None if temperature in (0, 1) else logits_TW.float() / temperature
+    def logprobs(
+        self, logits_TW: Tensor, token_T: Tensor, num_logprobs: int, temperature: float, kept: Kept | None = None
+    ) -> Logprobs:
+        """`logprobs` of tokens that are given, not drawn; `temperature` 0 counts as 1. `kept`: their vocabularies."""
+        drawn_from_TW = None if temperature in (0, 1) and kept is None else logits_TW.float() / (temperature or 1)
+        if kept is not None:
+            assert drawn_from_TW is not None, f"{temperature=}"
+            first, size = self.vocabulary.first, self.vocabulary.size
+            drawn_from_TW.masked_fill_(kept.dropped(self._vocab_size)[:, first : first + size], -torch.inf)
         return self.vocabulary.logprobs(logits_TW, token_T, drawn_from_TW, num_logprobs)
 
     def _untruncated(self, edited_TW: Tensor, rows: Rows, features: int) -> Tensor | None:

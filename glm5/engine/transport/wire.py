@@ -49,7 +49,8 @@ class AddRequest(msgspec.Struct, tag=True):
     token (the end of thinking); the grammar applies after it, the thinking budget up to it. `not_before`: tokens that
     are forbidden before it. `salt`: prompts share cached pages only within one salt. `max_depth`: the most drafts a
     step, None for the engine's. `routed_experts`: report them for every computed token; `sampling_mask`: see `Update`.
-    `keeps_pages`: the salt is a session's, whose pages pushes with the policy "keep-session" leave.
+    `keeps_pages`: the salt is a session's, whose pages pushes with the policy "keep-session" leave. `prompt_masks`:
+    recorded vocabularies of the prompt's tokens but the first, or none (frontend/request_builder.py).
     """
 
     seq_ids: tuple[int, ...]
@@ -67,6 +68,7 @@ class AddRequest(msgspec.Struct, tag=True):
     routed_experts: bool = False
     sampling_mask: bool = False
     keeps_pages: bool = False
+    prompt_masks: tuple[bytes, ...] = ()
 
 
 class AbortRequests(msgspec.Struct, tag=True):

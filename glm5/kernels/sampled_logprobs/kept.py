@@ -4,6 +4,7 @@ A mask is recorded as 32-bit words (little-endian): its token ids, ascending; or
 bit a token, from the lowest on. So it never takes more than 4 + W / 8 bytes, and no more than 4 a token id.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +58,13 @@ class Kept(NamedTuple):
 
     words_N: Tensor
     count_T: Tensor
+
+    @classmethod
+    def of(cls, masks: Sequence[bytes], device: torch.device | str = "cpu") -> "Kept":
+        """Of recorded masks, b"" for all tokens."""
+        words_N = torch.from_numpy(np.frombuffer(b"".join(masks), "<i4").astype(np.int32))
+        count_T = torch.tensor([len(mask) // 4 for mask in masks], dtype=torch.int64)
+        return cls(words_N.to(device), count_T.to(device))
 
     def take(self, row_G: Tensor) -> "Kept":
         """The vocabularies of some rows (int64 [G], on the device of the words)."""

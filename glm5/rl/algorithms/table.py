@@ -57,6 +57,8 @@ PRESETS: dict[str, Preset] = {
     "flash-reinforce": Preset(batch_mean, weights.flash_reinforce, "sequence-mean", needs_old=False),
     "tis": Preset(group_mean_std, weights.tis, "sequence-mean", needs_old=True),
     "reinforce": Preset(group_mean, weights.reinforce, "token-mean", needs_old=False),
+    # That of "grpo"; what a teacher has scored gets its advantages from there (distillation.py), the rest keeps these.
+    "distill": Preset(group_mean_std, weights.icepop, "sequence-mean", needs_old=True),
 }
 
 

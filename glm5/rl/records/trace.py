@@ -76,6 +76,8 @@ class Node(Struct, omit_defaults=True):
     context_versions: list[tuple[Int, Token]] = []
     routed_experts: Array | None = None
     sampling_mask: SamplingMask | None = None
+    teacher_logprobs: list[float] = []
+    teacher_top: list[list[tuple[Token, float]]] = []
 
     def segment(self) -> Segment:
         kept = None
@@ -89,7 +91,8 @@ class Node(Struct, omit_defaults=True):
         if experts is not None and (experts.ndim != 3 or len(experts) > len(self.token_ids)):
             raise ValueError(f"experts of shape {experts.shape} for {len(self.token_ids)} tokens")
         columns = (self.logprobs, self.versions, self.key_versions, self.context_versions)
-        return Segment(self.token_ids, self.parent, self.sampled, *columns, experts, kept)
+        taught = self.teacher_logprobs, self.teacher_top
+        return Segment(self.token_ids, self.parent, self.sampled, *columns, experts, kept, *taught)
 
 
 class TaskData(Struct):
@@ -147,6 +150,7 @@ class Info(Struct):
     messages: list[dict[str, Any]]
     is_withheld: bool = False
     environment_seconds: float = 0.0
+    teacher: str = ""
 
 
 class Trace(Struct):
@@ -190,6 +194,7 @@ class Trace(Struct):
             info.is_withheld,
             None if failure is None else msgspec.convert(failure.type, FailureKind),
             "" if failure is None else failure.message,
+            info.teacher,
             self.timing.agent.end,
             info.environment_seconds,
         )
@@ -214,7 +219,7 @@ def trace_of(rollout: Rollout, name: str, group: int, number: int, columns: Sequ
         metrics=dict(rollout.metrics),
         info=Info(
             *(group, number, rollout.seed, *sampling, rollout.num_turns, _plain(rollout.messages)),
-            *(rollout.is_withheld, rollout.environment_seconds),
+            *(rollout.is_withheld, rollout.environment_seconds, rollout.teacher),
         ),
         stop_condition="failed" if failed else "truncated" if rollout.is_truncated else "done",
         ok=not failed,
@@ -248,6 +253,7 @@ def _node(segment: Segment, message: Message, columns: Columns | None) -> Node:
     count = len(segment.token_ids)
     node = Node(segment.token_ids, [segment.is_sampled] * count, segment.parent, dict(message), segment.is_sampled)
     node.logprobs, node.versions, node.context_versions = segment.logprobs, segment.versions, segment.context_versions
+    node.teacher_logprobs, node.teacher_top = segment.teacher_logprobs, segment.teacher_top
     node.key_versions = segment.key_versions if segment.key_versions != segment.versions else []
     if segment.experts is not None:
         node.routed_experts = Array.of(segment.experts, "int16")

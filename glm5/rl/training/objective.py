@@ -1,13 +1,15 @@
-"""What a reinforcement-learning step minimises: five streams of tokens, each a mean with a denominator of its own.
+"""What a reinforcement-learning step minimises: streams of tokens, each a mean with a denominator of its own.
 
     policy    - sum_t u_t w_t log pi(t) / sum_t u_t       w_t: the algorithm's weight (rl/algorithms/weights.py)
     ref_kl    sum_t u_t (exp(d_t) - d_t - 1) / sum_t u_t  d_t = log pi_reference(t) - log pi(t), k3: KL(pi || reference)
+    teacher   sum_t u_t KL_t / sum_t u_t                  over its likeliest tokens (rl/algorithms/distillation.py)
     entropy   sum_t u_t H_t / sum_t u_t                   subtracted: a bonus
     ce        sum_t u_t CE_t / sum_t u_t                  of the model's own distribution, as in supervised training
     value     sum_t u_t (V_t - return_t)^2 / 2 / sum_t u_t
 
-u_t is the batch's column of that name (ce: its loss weight). Sums run over all batches and ranks. log pi, H and the
-weights are those of the distribution that tokens were sampled from: at the temperature, over the kept vocabulary.
+u_t is the batch's column of that name (ce: its loss weight, teacher: the policy's column). Sums run over all batches
+and ranks. log pi, H and the weights are those of the distribution that tokens were sampled from: at the temperature,
+over the kept vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from torch import Tensor
 from glm5.common.errors import TrainingError
 from glm5.kernels.sampled_logprobs import Kept, sampled_logprobs
 from glm5.kernels.token_logprobs import token_logprobs
+from glm5.rl.algorithms.distillation import top_k_kl, with_teacher
 from glm5.rl.algorithms.ratios import Ratios
 from glm5.rl.algorithms.table import Preset
 from glm5.train.batch import Batch, Targets
@@ -64,6 +67,8 @@ class Scored(NamedTuple):
     entropy_G: Tensor
     weight_G: Tensor
     masked_G: Tensor
+    advantage_G: Tensor
+    teacher_kl_G: Tensor | None
 
 
 class RLObjective:
@@ -85,7 +90,7 @@ class RLObjective:
     def factors(self) -> dict[str, float]:
         of = self.coefficients
         trained = {"policy": 1.0, "ref_kl": of.ref_kl, "entropy": -of.entropy, "value": of.value, "ce": of.ce}
-        return {**trained, "masked": 0.0, "mismatch_kl": 0.0, "ratio": 0.0}
+        return {**trained, "teacher": 1.0, "masked": 0.0, "mismatch_kl": 0.0, "ratio": 0.0}
 
     def totals(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Sums of the streams' weights, and the number of policy "actions"."""
@@ -145,18 +150,30 @@ class RLObjective:
             chosen_G = chosen_G.to(logprob_G.device)
             tokens, logprob_G, entropy_G = tokens.take(chosen_G), logprob_G[chosen_G], entropy_G[chosen_G]
         current_G, rollout_G = logprob_G.detach().double(), _of(tokens, "rollout", "policy")
+        advantage_G, teacher_G = _of(tokens, "advantage", "policy"), tokens.columns.get("teacher")
+        teacher_kl_G = None
+        if teacher_G is not None:
+            if "teacher_top" in of.batch.columns:
+                kl_G = self._teacher_kl(of, tokens)
+                yield "teacher", _mean(kl_G, tokens, "policy", of)
+                advantage_G = advantage_G.masked_fill(~teacher_G.isnan(), 0.0)
+                teacher_kl_G = kl_G.detach().masked_fill(teacher_G.isnan(), torch.nan)
+            else:
+                advantage_G = with_teacher(advantage_G, teacher_G, current_G)
+                teacher_kl_G = current_G - teacher_G
         ratios = Ratios(
             current_G,
             tokens.columns.get("old", current_G),
             rollout_G,
-            _of(tokens, "advantage", "policy"),
+            advantage_G,
             tokens.sequence_G,
             len(of.batch.lengths),
             of.total,
         )
         weight_G, masked_G = self.preset.weigh(ratios)
         if self.on_scored is not None:
-            self.on_scored(of.batch, Scored(tokens.index_G, logprob_G.detach(), entropy_G.detach(), weight_G, masked_G))
+            found = logprob_G.detach(), entropy_G.detach(), weight_G, masked_G, advantage_G, teacher_kl_G
+            self.on_scored(of.batch, Scored(tokens.index_G, *found))
         # A masked token has no gradient, whatever its log-probability is.
         each_G = (weight_G * logprob_G).masked_fill(weight_G == 0, 0.0)
         yield "policy", -_mean(each_G, tokens, "policy", of)
@@ -164,6 +181,19 @@ class RLObjective:
         yield "masked", masked_G.double().sum() / of.totals["actions"]
         yield "mismatch_kl", (torch.expm1(mismatch_G) - mismatch_G).sum() / of.totals["actions"]
         yield "ratio", mismatch_G.exp().sum() / of.totals["actions"]
+
+    def _teacher_kl(self, of: Pass, tokens: Targets) -> Tensor:
+        """The divergence from a teacher's likeliest tokens, [G] in float64; 0 where there are none."""
+        device = tokens.id_G.device
+        id_GK, teacher_GK = (
+            of.batch.columns[name][tokens.index_G].to(device) for name in ("teacher_ids", "teacher_top")
+        )
+        row_N, rank_N = teacher_GK.isfinite().nonzero(as_tuple=True)
+        given = of.hidden_TD[tokens.position_G[row_N]], of.model.lm_head.weight, id_GK[row_N, rank_N].long()
+        kept = None if tokens.kept is None else tokens.kept.take(row_N)
+        logprob_N = self.scorer(*given, tokens.columns["temperature"][row_N], kept, chunk=self.chunk)[0]
+        logprob_GK = torch.full_like(teacher_GK, -torch.inf).index_put((row_N, rank_N), logprob_N.double())
+        return top_k_kl(logprob_GK, teacher_GK)
 
 
 def _mean(value_G: Tensor, tokens: Targets, stream: str, of: Pass) -> Tensor:

@@ -64,8 +64,7 @@ def batch_of(sequences: Sequence[TrainingSequence]) -> Batch:
     kept = None
     if any(one.kept is not None for one in sequences):
         masks = [mask for one in sequences for mask in (one.kept or [b""] * len(one))]
-        words_N = torch.from_numpy(np.frombuffer(b"".join(masks), "<i4").astype(np.int32))
-        kept = Kept(words_N, torch.tensor([len(mask) // 4 for mask in masks], dtype=torch.int64))
+        kept = Kept.of(masks)
     return Batch(ids_T, torch.zeros(len(ids_T)), [len(one) for one in sequences], columns=columns, kept=kept)
 
 

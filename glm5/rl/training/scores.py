@@ -17,14 +17,15 @@ from glm5.rl.training.sequences import TrainingSequence
 from glm5.train.batch import Batch
 
 Column = NDArray[np.float64]
-_OF_BATCHES = {"advantage": "advantages", "rollout": "logprobs", "reference": "reference_logprobs"}
+_OF_BATCHES = {"rollout": "logprobs", "reference": "reference_logprobs"}
 _OF_NODES = ("trainer_logprobs", "entropies", "weights", "masked", "advantages", "reference_logprobs")
 
 
 @dataclass(frozen=True)
 class Scores:
     """Columns by name, one entry for each token of a step's sequences, NaN where it was not trained: trainer_logprobs,
-    entropies, weights (0 where masked), masked (0 or 1), advantages, logprobs (the rollout's), reference_logprobs."""
+    entropies, weights (0 where masked), masked (0 or 1), advantages, logprobs (the rollout's), reference_logprobs, and
+    teacher_kl (NaN where there is no teacher)."""
 
     sequences: Sequence[TrainingSequence]
     columns: Mapping[str, Column]
@@ -65,7 +66,9 @@ class ScoreKeeper:
             "entropies": scored.entropy_G,
             "weights": scored.weight_G,
             "masked": scored.masked_G,
+            "advantages": scored.advantage_G,
         }
+        columns |= {} if scored.teacher_kl_G is None else {"teacher_kl": scored.teacher_kl_G}
         columns |= {
             ours: batch.columns[name][scored.index_G] for name, ours in _OF_BATCHES.items() if name in batch.columns
         }

@@ -6,6 +6,11 @@
     advantage    of the rollout; 0 where a critic gives each token its own later
     rollout      the log-probability that the engine reported; temperature that at which the token was sampled
 
+and where a teacher has scored a rollout of the step
+
+    teacher      its log-probability of the token, NaN where there is none
+    teacher_ids, teacher_top   [T, K]: its likeliest tokens and their log-probabilities, -inf beyond what it gave
+
 A sampled segment that several leaves share is trained in the first of their sequences and context in the others.
 """
 
@@ -67,6 +72,10 @@ def sequences_of_step(groups: Sequence[RepairedGroup], preset: Preset) -> list[T
         if one.is_withheld:
             continue
         found += sequences_of(one, advantage, number, preset.reduction)
+    if any(one.teacher for one in rollouts):
+        depth = max(len(row) for one in rollouts for each in one.tree.segments for row in [*each.teacher_top, ()])
+        for one in found:
+            _add_teacher(one, depth)
     return found
 
 
@@ -115,6 +124,21 @@ def sequences_of(rollout: Rollout, advantage: float, copies: int, reduction: Red
         recorded = kept if any(kept) else None, experts
         found.append(TrainingSequence(np.array(ids), columns, rollout, leaf, *recorded))
     return found
+
+
+def _add_teacher(sequence: TrainingSequence, depth: int) -> None:
+    """The columns of a teacher, with `depth` likeliest tokens if there are any."""
+    assert sequence.rollout is not None
+    tree = sequence.rollout.tree
+    logprobs, rows = list[float](), list[list[tuple[int, float]]]()
+    for index in tree.path(sequence.leaf):
+        segment = tree.segments[index]
+        logprobs += segment.teacher_logprobs or [math.nan] * len(segment.token_ids)
+        rows += segment.teacher_top or [[]] * len(segment.token_ids)
+    sequence.columns["teacher"] = np.array(logprobs)
+    if depth:
+        padded = np.array([row + [(0, -math.inf)] * (depth - len(row)) for row in rows])
+        sequence.columns.update({"teacher_ids": padded[..., 0], "teacher_top": padded[..., 1]})
 
 
 def joined_experts(parts: Sequence[tuple[int, Experts | None]]) -> Experts | None:
