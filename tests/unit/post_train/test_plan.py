@@ -1,14 +1,20 @@
 """Stages are recipes that their commands read, with start and folder; a changed one is refused; shown conversations."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from glm5.common.errors import ConfigError, TrainingError
+from glm5.config.post_train import read_post_train
 from glm5.config.rl import read_rl_recipe
 from glm5.config.train import read_recipe
 from glm5.post_train.needs import needs_of, table_of
+from glm5.post_train.plan import Plan
 from tests.unit.post_train.conftest import TEXT
+
+ROOT = Path(__file__).parents[3]
+RECIPES = [*sorted((ROOT / "recipes").glob("post-train-*.toml")), ROOT / "tests/data/post-train-tiny.toml"]
 
 
 def test_what_is_written_is_what_the_command_reads(plan, tmp_path):
@@ -86,3 +92,13 @@ def test_needs_of_every_stage_without_a_checkpoint(plan, monkeypatch):
     largest = max(one.num_bytes for one in needs.values() if one.num_bytes)
     name, size, unit, *_ = last.split()
     assert (name, size, unit) == ("all", f"{largest / 2**30:.3g}", "GiB")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_has_stages_that_their_commands_take(path, monkeypatch):
+    for module in ("train", "rl"):
+        monkeypatch.setattr(f"glm5.{module}.estimate.matmul_speed", lambda _: 1e10)
+    monkeypatch.setattr("glm5.rl.estimate.process_bytes", lambda _: 2.0**28)
+    made = Plan(*read_post_train(path))
+    assert [stage.kind for stage in made.stages][-1] == "quantize"
+    assert all(one.num_bytes for name, one in needs_of(made).items() if name != made.stages[-1].name)
