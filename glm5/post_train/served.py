@@ -28,8 +28,7 @@ NAME = "post-trained"
 CONCURRENCY = 64
 _SECONDS = 300.0
 _COUNTERS = {
-    "drafts": "vllm:spec_decode_num_drafts_total",
-    "drafted": "vllm:spec_decode_num_draft_tokens_total",
+    "drafted": "vllm:spec_decode_num_drafts_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
 }
 
@@ -121,9 +120,9 @@ class _Client:
 
 
 def _counters(metrics: str) -> dict[str, list[float]]:
-    """Drafted and accepted tokens of Prometheus' text; "drafted" begins with the steps that drafted."""
-    found = dict[str, float]()
+    """Of Prometheus' text: steps that drafted, and accepted tokens."""
+    found = dict[str, list[float]]()
     for key, name in _COUNTERS.items():
         lines = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.MULTILINE)
-        found[key] = sum(map(float, lines))
-    return {"drafted": [found["drafts"]], "accepted": [found["accepted"]]}
+        found[key] = [sum(map(float, lines))]
+    return found
