@@ -102,8 +102,11 @@ class _Client:
         body |= {"tools": list(tools)} if tools else {}
         body["chat_template_kwargs"] = {"enable_thinking": cfg.enable_thinking, "clear_thinking": False}
         answer = await self.http.post("/v1/chat/completions", json=body)
-        if answer.status_code == 400 and "context" in answer.text:
-            return None
+        if _is_full(answer):  # by so many tokens: whatever is left of the context, then
+            del body["max_tokens"]
+            answer = await self.http.post("/v1/chat/completions", json=body)
+            if _is_full(answer):
+                return None
         if answer.is_error or len(answer.content) > TABLES:
             raise GlmError(f"the server answered {answer.status_code}: {answer.text[:300]}")
         found = answer.json()
@@ -117,6 +120,10 @@ class _Client:
         answer = await self.http.get(path)
         answer.raise_for_status()
         return answer.text
+
+
+def _is_full(answer: httpx2.Response) -> bool:
+    return answer.status_code == 400 and "context" in answer.text
 
 
 def _counters(metrics: str) -> dict[str, list[float]]:

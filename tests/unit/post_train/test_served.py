@@ -83,7 +83,9 @@ def test_a_reply_that_ran_out_of_tokens_is_truncated(plan):
 
 def test_a_full_context_earns_nothing_and_another_error_ends_the_measurement(plan):
     full = {"error": {"message": "longer than the context"}}
-    assert played(plan, "guess", lambda _: (400, full))[0] == 0.0
+    reward, asked, _ = played(plan, "guess", lambda _: (400, full))
+    assert (reward, ["max_tokens" in body for body in asked]) == (0.0, [True, False])
+    assert played(plan, "guess", lambda body: (400, full) if "max_tokens" in body else said("1"))[0] == 1.0
     with pytest.raises(GlmError, match=r"the server answered 500: .*broken"):
         played(plan, "guess", lambda _: (500, {"error": "broken"}))
 
