@@ -74,11 +74,21 @@ class Stage:
 
     @property
     def checkpoint(self) -> Path:
-        """The folder of what it makes; meaningful once it is done."""
+        """A link to the checkpoint that it makes."""
+        return self.out / f"{self.name}.checkpoint"
+
+    @property
+    def made(self) -> Path:
+        """The folder of that checkpoint, once it is done: which one is best is not known before."""
         if isinstance(self.recipe, Recipe):
             last = self.folder / self.recipe.stage[-1].name
             return last / "best" if (last / "best").exists() else last / "last"
         return self.folder / "policy" if isinstance(self.recipe, RLRecipe) else self.folder
+
+    def link(self) -> None:
+        """Let `checkpoint` lead to what was made."""
+        self.checkpoint.unlink(missing_ok=True)
+        self.checkpoint.symlink_to(self.made.relative_to(self.out))
 
     @property
     def command(self) -> list[str]:
@@ -87,11 +97,11 @@ class Stage:
             return [self.kind, str(self.file)]
         given = self.recipe.model_dump(mode="json", exclude_unset=True, exclude={"model", "out"})
         flags = [f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}") for key, value in given.items()]
-        return ["quantize", self.recipe.model, str(self.recipe.out), *flags]
+        return ["quantize", self.recipe.model, str(self.folder), *flags]
 
     def delete(self) -> None:
         """Delete all that it has made."""
-        for file in (self.done_file, self.skills_file, self.file):
+        for file in (self.done_file, self.skills_file, self.file, self.checkpoint):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 

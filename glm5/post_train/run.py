@@ -105,10 +105,12 @@ def run_stage(stage: Stage) -> dict[str, Any]:
     KeyboardInterrupt."""
     took = {"seconds": 0.0, "cpu_seconds": 0.0, "peak_bytes": 0}
     # Quantization refuses a folder that it has finished.
-    if not (isinstance(stage.recipe, QuantizeConfig) and (stage.checkpoint / "config.json").exists()):
+    if not (isinstance(stage.recipe, QuantizeConfig) and (stage.made / "config.json").exists()):
         took = run_glm5(stage.command, f"stage {stage.name} (glm5 {stage.kind})")
+    with writing_to(stage.checkpoint):
+        stage.link()
     files = stage.checkpoint.glob("*.safetensors")
-    return took | {"checkpoint": str(stage.checkpoint), "size_bytes": sum(file.stat().st_size for file in files)}
+    return took | {"size_bytes": sum(file.stat().st_size for file in files)}
 
 
 def _read(file: Path) -> dict[str, Any] | None:

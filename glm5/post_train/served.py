@@ -28,8 +28,7 @@ NAME = "post-trained"
 CONCURRENCY = 64
 _SECONDS = 300.0
 _COUNTERS = {
-    "drafts": "vllm:spec_decode_num_drafts_total",
-    "drafted": "vllm:spec_decode_num_draft_tokens_total",
+    "drafted": "vllm:spec_decode_num_drafts_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
 }
 
@@ -103,8 +102,11 @@ class _Client:
         body |= {"tools": list(tools)} if tools else {}
         body["chat_template_kwargs"] = {"enable_thinking": cfg.enable_thinking, "clear_thinking": False}
         answer = await self.http.post("/v1/chat/completions", json=body)
-        if answer.status_code == 400 and "context" in answer.text:
-            return None
+        if _is_full(answer):  # by so many tokens: whatever is left of the context, then
+            del body["max_tokens"]
+            answer = await self.http.post("/v1/chat/completions", json=body)
+            if _is_full(answer):
+                return None
         if answer.is_error or len(answer.content) > TABLES:
             raise GlmError(f"the server answered {answer.status_code}: {answer.text[:300]}")
         found = answer.json()
@@ -120,10 +122,14 @@ class _Client:
         return answer.text
 
 
+def _is_full(answer: httpx2.Response) -> bool:
+    return answer.status_code == 400 and "context" in answer.text
+
+
 def _counters(metrics: str) -> dict[str, list[float]]:
-    """Drafted and accepted tokens of Prometheus' text; "drafted" begins with the steps that drafted."""
-    found = dict[str, float]()
+    """Of Prometheus' text: steps that drafted, and accepted tokens."""
+    found = dict[str, list[float]]()
     for key, name in _COUNTERS.items():
         lines = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", metrics, re.MULTILINE)
-        found[key] = sum(map(float, lines))
-    return {"drafted": [found["drafts"]], "accepted": [found["accepted"]]}
+        found[key] = [sum(map(float, lines))]
+    return found

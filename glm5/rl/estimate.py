@@ -104,11 +104,13 @@ def estimate(recipe: RLRecipe) -> str:
 
 
 def needs(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, float]:
-    """Bytes at the peak of trainer and engines together, and seconds of all steps."""
+    """Bytes at the peak of trainer and engines together, and seconds of all steps. Teachers are taken to have the
+    policy's config."""
     places = [torch.device(one) for one in recipe.rollouts.devices] or [device_of(recipe.device)]
-    engines = sum(sum(engine_parts(cfg, recipe, len(places), place).values()) for place in places)
+    parts = [engine_parts(cfg, recipe, len(places), place) for place in places]
+    parts += [teacher_parts(recipe, number, places, cfg) for number in range(len(recipe.teacher))]
     seconds, _ = step_seconds(cfg, recipe, read_metrics(recipe.folder))
-    return sum(trainer_parts(cfg, recipe).values()) + engines, seconds * recipe.steps
+    return sum(sum(each.values()) for each in (trainer_parts(cfg, recipe), *parts)), seconds * recipe.steps
 
 
 def trainer_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
@@ -151,11 +153,13 @@ def engine_parts(cfg: ModelConfig, recipe: RLRecipe, num_engines: int, device: t
     }
 
 
-def teacher_parts(recipe: RLRecipe, number: int, places: Sequence[torch.device]) -> dict[str, float]:
+def teacher_parts(
+    recipe: RLRecipe, number: int, places: Sequence[torch.device], cfg: ModelConfig | None = None
+) -> dict[str, float]:
     """Bytes of the process of a teacher at the peak of a step. On a GPU two at most have weights there and one a cache:
-    those that come first."""
+    those that come first. `cfg`: its config, by default its checkpoint's."""
     teacher, device = recipe.teacher[number], places[number % len(places)]
-    cfg = config_to_train(resolve(teacher.checkpoint), {})
+    cfg = cfg or config_to_train(resolve(teacher.checkpoint), {})
     before = number // len(places) if device.type == "cuda" else 0
     weights = float(getattr(torch, cfg.dtype).itemsize * count_parameters(cfg).with_mtp)
     cache = float(num_teacher_pages(recipe) * KVCache.bytes_per_page(cfg, getattr(torch, cfg.dtype), mtp=False))

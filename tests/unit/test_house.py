@@ -20,7 +20,7 @@ ROOT = REPO / "glm5"
 LAYERS = {
     "glm5": """
         cli
-        demo adapters
+        demo adapters post_train
         serve bench eval
         rl
         engine quantize train

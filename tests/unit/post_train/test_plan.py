@@ -1,14 +1,20 @@
 """Stages are recipes that their commands read, with start and folder; a changed one is refused; shown conversations."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from glm5.common.errors import ConfigError, TrainingError
+from glm5.config.post_train import read_post_train
 from glm5.config.rl import read_rl_recipe
 from glm5.config.train import read_recipe
 from glm5.post_train.needs import needs_of, table_of
+from glm5.post_train.plan import Plan
 from tests.unit.post_train.conftest import TEXT
+
+ROOT = Path(__file__).parents[3]
+RECIPES = [*sorted((ROOT / "recipes").glob("post-train-*.toml")), ROOT / "tests/data/post-train-tiny.toml"]
 
 
 def test_what_is_written_is_what_the_command_reads(plan, tmp_path):
@@ -18,16 +24,22 @@ def test_what_is_written_is_what_the_command_reads(plan, tmp_path):
     assert read_recipe(base.file) == base.recipe
     assert read_rl_recipe(rl.file) == rl.recipe
     assert base.command == ["train", str(tmp_path / "run/base.toml")]
-    assert rl.recipe.model.checkpoint == str(tmp_path / "run/base/pretrain/last")
+    assert rl.recipe.model.checkpoint == str(tmp_path / "run/base.checkpoint")
     assert (rl.recipe.model.dtype, rl.recipe.model.preset) == ("bfloat16", None)
     run = tmp_path / "run"
     flags = ["--scheme=w4a8", "--held-out-tokens=0", "--restart"]
-    assert w4a8.command == ["quantize", str(run / "rl/policy"), str(run / "w4a8"), *flags]
+    assert w4a8.command == ["quantize", str(run / "rl.checkpoint"), str(run / "w4a8"), *flags]
 
 
-def test_the_best_checkpoint_of_training_is_the_start_of_what_follows(plan, tmp_path):
-    (tmp_path / "run/base/pretrain/best").mkdir(parents=True)
-    assert plan().stages[1].recipe.model.checkpoint == str(tmp_path / "run/base/pretrain/best")
+def test_a_stage_starts_from_the_best_checkpoint_by_a_name_that_does_not_change(plan, tmp_path):
+    base, rl, _ = plan().stages
+    for name in ("last", "best"):
+        (tmp_path / "run/base/pretrain" / name).mkdir(parents=True)
+        base.link()
+        assert (tmp_path / "run/base.checkpoint").resolve() == tmp_path / "run/base/pretrain" / name
+        assert plan().stages[1].table == rl.table
+    base.delete()
+    assert not any(tmp_path.glob("run/base*"))
 
 
 def test_a_changed_recipe_of_a_begun_stage_is_refused_until_it_is_deleted(plan):
@@ -80,3 +92,13 @@ def test_needs_of_every_stage_without_a_checkpoint(plan, monkeypatch):
     largest = max(one.num_bytes for one in needs.values() if one.num_bytes)
     name, size, unit, *_ = last.split()
     assert (name, size, unit) == ("all", f"{largest / 2**30:.3g}", "GiB")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_has_stages_that_their_commands_take(path, monkeypatch):
+    for module in ("train", "rl"):
+        monkeypatch.setattr(f"glm5.{module}.estimate.matmul_speed", lambda _: 1e10)
+    monkeypatch.setattr("glm5.rl.estimate.process_bytes", lambda _: 2.0**28)
+    made = Plan(*read_post_train(path))
+    assert [stage.kind for stage in made.stages][-1] == "quantize"
+    assert all(one.num_bytes for name, one in needs_of(made).items() if name != made.stages[-1].name)

@@ -24,7 +24,10 @@ def instead(monkeypatch, code):
 @pytest.mark.parametrize(
     ("code", "says"),
     [
-        ("raise SystemExit(1)", r"stage base \(glm5 train\): its process ended with exit code 1; .*The same command goes on"),
+        (
+            "raise SystemExit(1)",
+            r"stage base \(glm5 train\): its process ended with exit code 1; .*The same command goes on",
+        ),
         ("import os; os.kill(os.getpid(), 9)", r"stage base \(glm5 train\): its process was killed by SIGKILL"),
     ],
 )
@@ -78,7 +81,7 @@ run_glm5([], "a stage")
 def test_a_finished_quantization_is_not_repeated(plan, monkeypatch):
     monkeypatch.setattr(process.subprocess, "Popen", None)
     stage = plan().stages[2]
-    stage.checkpoint.mkdir(parents=True)
-    (stage.checkpoint / "config.json").write_text("{}")
-    (stage.checkpoint / "model.safetensors").write_bytes(b"12345")
+    stage.made.mkdir(parents=True)
+    (stage.made / "config.json").write_text("{}")
+    (stage.made / "model.safetensors").write_bytes(b"12345")
     assert run.run_stage(stage)["size_bytes"] == 5
