@@ -1,13 +1,39 @@
-"""Garbage collection of a process that serves: what it has loaded stays, and what requests make comes and goes."""
+"""Garbage collection of a process that serves: what it has loaded stays, and what requests make comes and goes.
+
+A request leaves nothing that only a collection finds (tests/unit/serve/test_garbage.py), so collections can be rare.
+With a thousand conversations in memory, they took half of a request's time (docs/log.md, 2026-11-28).
+"""
 
 import atexit
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SERVER = 5_000
+"""New objects between collections, each of which takes 3 ms then: users wait for tokens meanwhile."""
+TRAINER = 50_000
+"""Nobody waits for a pause of 50 ms there."""
 
 
 def settle() -> None:
-    """Exempt all objects that are there from collections, and collect less often. With a thousand conversations in
-    memory, collections took half of a request's time (docs/log.md, 2026-11-28)."""
+    """Exempt all objects that are there from collections, and collect less often, until the process ends."""
+    atexit.register(gc.unfreeze)  # else extension modules report what the interpreter could not free as leaks
+    _settle(SERVER)
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """The same inside the block, as a trainer's process needs it."""
+    before = gc.get_threshold()
+    _settle(TRAINER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def _settle(threshold: int) -> None:
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # else extension modules report what the interpreter could not free as leaks
-    gc.set_threshold(5_000, 20, 20)
+    gc.set_threshold(threshold, 20, 20)

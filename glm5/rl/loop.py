@@ -29,7 +29,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.checkpoint.handover import TensorStream
 from glm5.common.atomic import atomic_write
 from glm5.common.errors import CheckpointError, EngineDead, ProcessEnded, TrainingError
-from glm5.common.garbage import settle
+from glm5.common.garbage import settled
 from glm5.common.interrupt import noted_interrupt
 from glm5.config.rl import RLRecipe
 from glm5.engine import AsyncEngine
@@ -186,10 +186,10 @@ class Run:
             with Watch(self.out, self.recipe, self.number) as self.watch, interrupts as interrupted:
                 try:
                     await self._alive(self._push, is_dead=True)
-                    settle()
                     self.is_predicted = self.rollouts is None or is_predicted(read_metrics(self.out))
                     await self._predict(self.earlier)
-                    await self._steps(interrupted)
+                    with settled():
+                        await self._steps(interrupted)
                 finally:
                     if self.rollouts is not None:
                         await self.rollouts.cancel()

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from glm5.chat.template import ChatTemplate
-from glm5.common.garbage import settle
+from glm5.common.garbage import settled
 from glm5.config.serve import ServeConfig
 from glm5.engine.frontend.outputs import Delta, Logprob, Piece
 from glm5.serve.app import create_app
@@ -105,10 +105,9 @@ def main() -> None:
     config = ServeConfig.model_validate({"model": "org/tiny", "served_model_name": ("tiny",), "max_sessions": 2**20})
     config = config.model_copy(update={"max_queue": 2**16})
     app = create_app(engine, ChatTemplate.bundled("glm-5.2", tokenizer), tokenizer, config, keys=KeyRing([]))
-    settle()
     mine, theirs = get_context("spawn").Pipe()
     costs, memory = list[float](), list[float]()
-    with serving(app, engine, bind("127.0.0.1", 0)) as url:
+    with serving(app, engine, bind("127.0.0.1", 0)) as url, settled():
         process = get_context("spawn").Process(target=run_agents, args=(url, args.episodes, theirs))
         process.start()
         began = time.monotonic()

@@ -208,8 +208,8 @@ class _ResponseSender:
                 headers["Connection"] = "close"
         elif not message.get("more_body", False):
             self.has_ended = True
-            for each in self.on_end:
-                each()
+            while self.on_end:
+                self.on_end.pop(0)()  # they know this object: what is kept would be garbage for the collector
         await self._send(message)
 
 

@@ -286,7 +286,7 @@ class Outbox:
         """Write what waits. Clients that have left get nothing."""
         parts, self._parts = self._parts, []
         for body, part in parts:
-            if not body.cycle.disconnected:
+            if not body.has_left:
                 body.transport.write(part)
 
 
@@ -298,17 +298,23 @@ class Body:
     Head and end of the response must go through `send`, after a `flush`.
     """
 
-    __slots__ = ("_flow", "_is_chunked", "_outbox", "cycle", "transport")
+    __slots__ = ("_connection", "_flow", "_is_chunked", "_outbox", "transport")
 
     def __init__(self, connection: Connection):
-        self.cycle, self.transport, self._flow = connection.cycle, connection.transport, connection.flow
+        # Not its cycle, whose scope holds this: each request would leave garbage that only the collector finds.
+        self._connection, self.transport, self._flow = connection, connection.transport, connection.flow
         self._is_chunked = connection.conn.their_http_version == b"1.1"
         self._outbox = connection.limiter.outbox
 
     @property
+    def has_left(self) -> bool:
+        """Whether the client is gone. Between head and end of the response, as for all of these."""
+        return self._connection.cycle.disconnected
+
+    @property
     def is_open(self) -> bool:
         """Whether the client can be written to at once: it is there, and reads what it gets."""
-        return not (self._flow.write_paused or self.cycle.disconnected)
+        return not (self._flow.write_paused or self.has_left)
 
     def write(self, part: bytes) -> None:
         """Only if it `is_open`, and between head and end."""
@@ -324,12 +330,22 @@ class _StrictHttp(h11.Connection):
 
     def __init__(self, refuse: Callable[[int, str, str], None]):
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
-        self._refuse = refuse
+        self._refuse, self._head = refuse, b""
 
     @property
     def has_partial_data(self) -> bool:
         """Whether an incomplete message has been received."""
         return bool(self.trailing_data[0])
+
+    def send(self, event: Any) -> Any:  # bytes, or None after `ConnectionClosed`
+        """The bytes of an event. The head of a response of known length goes with its body, in one call of the
+        kernel."""
+        output = super().send(event)
+        if isinstance(event, h11.Response) and any(name == b"content-length" for name, _ in event.headers):
+            self._head = output or b""
+            return b""
+        head, self._head = self._head, b""
+        return head + output if head and output is not None else output
 
     def next_event(self) -> Any:
         try:

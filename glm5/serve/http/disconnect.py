@@ -6,6 +6,7 @@ all the time and cancels the handler at once; leaving `engine.generate` then abo
 
 import asyncio
 import logging
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,29 +25,30 @@ class CancelOnDisconnect:
             return
         # Holds one message at most, so that a large body is not read faster than the handler consumes it.
         inbox: asyncio.Queue[Message] = asyncio.Queue(maxsize=1)
-        answered = False
+        answered = has_left = False
 
-        async def listen() -> None:
+        async def listen(handler: asyncio.Task[Any]) -> None:
+            nonlocal has_left
             while (message := await receive())["type"] != "http.disconnect":
                 await inbox.put(message)
+            # Servers report a disconnect after a complete response too; then the handler is left to finish.
+            if not answered:
+                has_left = True
+                handler.cancel()
 
         async def watched_send(message: Message) -> None:
             nonlocal answered
             answered = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
-        handler = asyncio.ensure_future(self.app(scope, inbox.get, watched_send))
-        listener = asyncio.ensure_future(listen())
+        task = asyncio.current_task()
+        assert task is not None
+        listener = asyncio.create_task(listen(task))
         try:
-            await asyncio.wait({handler, listener}, return_when=asyncio.FIRST_COMPLETED)
-            # Servers report a disconnect after a complete response too; then the handler is left to finish.
-            if not handler.done() and not answered:
-                logger.info("%s %s: the client disconnected", scope["method"], scope["path"])
-                handler.cancel()
-            await asyncio.wait({handler})
+            await self.app(scope, inbox.get, watched_send)
+        except asyncio.CancelledError:
+            if not has_left or task.uncancel():
+                raise
+            logger.info("%s %s: the client disconnected", scope["method"], scope["path"])
         finally:
             listener.cancel()
-            handler.cancel()
-            await asyncio.wait({handler, listener})
-        if not handler.cancelled():
-            handler.result()
