@@ -24,7 +24,7 @@ def reward(out: Path) -> tuple[float, float]:
     return fmean(line["reward/mean"] for line in lines), fmean(line["metric/crashes"] for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_best_rollouts_make_a_better_policy(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seed = 1
