@@ -121,6 +121,13 @@ def test_failing_never_pays():
     assert excluded.rewards == {"right": 0.0}
 
 
+def test_a_group_without_a_reply_has_no_values_to_tell_apart():
+    silent = [rollout(0.0, None), rollout(0.0, failure="tool")]
+    blended(silent, Says(failures={"paused": 0}), model={"folder": "x"}, judge=JUDGE)
+    assert [one.reward for one in silent] == [0.0, 0.0]
+    blended([], Says(), judge=JUDGE)
+
+
 def test_measuring_leaves_the_reward():
     rollouts = [rollout(0.25, "xxx")]
     blended(rollouts, measures=True, model={"folder": "x"}, held_out="gold")
