@@ -137,7 +137,16 @@ def trainer_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
         "activations": computed * tokens * kept_values(cfg, like, stage, cfg.num_hidden_layers),
         "logits": logit_bytes(cfg, min(CHUNK, tokens)),
         "process": process_bytes(device_of(recipe.device)),
+        **reward_models(recipe),
     }
+
+
+def reward_models(recipe: RLRecipe) -> dict[str, float]:
+    """Bytes of the weights of outcome reward models, which stand on the trainer's device; nothing without any."""
+    reward = recipe.reward
+    folders = () if reward is None else (reward.model.folder if reward.model else None, reward.held_out)
+    files = [file for folder in folders if folder for file in Path(folder).glob("*.safetensors")]
+    return {"reward models": float(sum(file.stat().st_size for file in files))} if files else {}
 
 
 def engine_parts(cfg: ModelConfig, recipe: RLRecipe, num_engines: int, device: torch.device) -> dict[str, float]:

@@ -99,13 +99,15 @@ class Blend:
         return rollouts, values, weights
 
     async def _scored(self, model: RewardScorer, rollouts: Sequence[Rollout]) -> Values:
-        said = [one for one in rollouts if answer_of(one) is not None]
+        if not (said := [one for one in rollouts if answer_of(one) is not None]):
+            return [None] * len(rollouts)
         async with self._scoring:
             scores = iter(await asyncio.to_thread(model.score, [(one.messages, one.task.tools) for one in said]))
         return _least([None if answer_of(one) is None else next(scores) for one in rollouts], rollouts)
 
     async def _judged(self, judge: Judge, group: Group, rollouts: Sequence[Rollout]) -> Values:
-        said = [one for one in rollouts if answer_of(one) is not None]
+        if not (said := [one for one in rollouts if answer_of(one) is not None]):
+            return [None] * len(rollouts)
         rubric, answers = str(group.task.data.get("rubric", "")), [answer_of(one) or "" for one in said]
         verdicts = await judge.values(list(group.task.messages), answers, rubric)
         shown = {"judge_first": verdicts.first, "judge_agreed": verdicts.agreed}

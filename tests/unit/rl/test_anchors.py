@@ -13,10 +13,12 @@ from glm5.common.errors import ConfigError
 from glm5.config.rl import Rollouts
 from glm5.config.rl_reward import AnchorsSection
 from glm5.rl.algorithms.table import PRESETS
+from glm5.rl.environments.digits import Digits
 from glm5.rl.environments.protocol import Task, Turn
 from glm5.rl.environments.single_turn import SingleTurn
 from glm5.rl.loop import run
 from glm5.rl.records.store import Records, read_groups
+from glm5.rl.replay import replay
 from glm5.rl.rewards.anchors import Anchors
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.rollouts.chat import TokenChat
@@ -192,13 +194,26 @@ def test_files_that_cannot_be_used_are_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_whole_run(tmp_path):
-    """Anchors are trained in the engine's arithmetic beside rollouts, recorded, and change nothing of their figures."""
-    asked = "Guess 1 to 15"
-    (tmp_path / "anchors.jsonl").write_text(row(asked, "8"))
-    section = f"reward={{anchors={{file='{tmp_path}/anchors.jsonl',members=true,ce=0.5}}}}"
-    run(small_recipe(tmp_path, section, "steps=2", "evaluation.tasks=1"))
+    """Anchors are trained in the engine's arithmetic beside rollouts, and a judge that is gone ends nothing."""
+    environment = Digits("sort")
+    tasks = [environment.task(seed, 0) for seed in range(4)]
+    texts = [(one.messages[0]["content"], one.data["wanted"]) for one in tasks]
+    (tmp_path / "anchors.jsonl").write_text("\n".join(row(*one) for one in texts))
+    section = f"anchors={{file='{tmp_path}/anchors.jsonl',members=true,ce=0.5}}"
+    section += ",judge={url='http://127.0.0.1:9',retries=0},guards={length_from=0.1}"
+    sort = "environment=[{name='sort',tasks=4}]"
+    run(small_recipe(tmp_path, sort, f"reward={{{section}}}", "steps=2", "evaluation.tasks=1"))
     lines = [line for line in read_lines(tmp_path / "run/metrics.jsonl") if "reward/mean" in line]
     assert all(line["train/ce"] > 0 and line["logp/abs_diff_max"] == 0 and line["kl/mismatch"] == 0 for line in lines)
-    assert all(math.isfinite(line["metric/proxy"]) for line in lines)
-    rollouts = [one for group in read_groups(Records(tmp_path / "run"), 1) for one in group.rollouts]
-    assert {one.is_anchor for one in rollouts} <= {True, False}
+    # The first evaluation has noticed that nobody answers, so that it is not asked for a minute.
+    assert all(line.get("metric/judge_down", 0) + line.get("metric/judge_paused", 0) > 0 for line in lines)
+    assert all("metric/proxy" not in line for line in lines)  # a part of it is not known
+    groups = read_groups(Records(tmp_path / "run"), 2)
+    assert [[one.is_anchor for one in group.rollouts] for group in groups] == [[False] * 4 + [True]] * 4
+    for group in groups:
+        values = {"rules": 0.0, "judge": 0.0, "length": 0.0}
+        for one in group.rollouts:
+            assert one.metrics["rules_raw"] == 1.0 or not one.is_anchor
+            values = {name: values[name] + one.rewards.get(name, 0.0) for name in values}
+        assert (values["judge"], values["rules"], values["length"] < 0) == (0.0, pytest.approx(0.0), True)
+    assert [one.tensors for one in replay(tmp_path / "run", 2)] == [[], []]  # to the bit, from the beginning on

@@ -1,7 +1,10 @@
 """Hybrid reward: the sum of scaled sources and penalties by hand, and sources that are silent."""
 
 import asyncio
+import re
+import tomllib
 from collections import Counter
+from pathlib import Path
 from statistics import pstdev
 
 import pytest
@@ -11,6 +14,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.rl import RLRecipe
 from glm5.config.rl_reward import GuardsSection, RewardSection
 from glm5.rl.environments.protocol import Task
+from glm5.rl.environments.table import make
 from glm5.rl.figures import _believed
 from glm5.rl.rewards.blend import Blend
 from glm5.rl.rewards.guards import penalties, repeated
@@ -121,6 +125,13 @@ def test_failing_never_pays():
     assert excluded.rewards == {"right": 0.0}
 
 
+def test_a_group_without_a_reply_has_no_values_to_tell_apart():
+    silent = [rollout(0.0, None), rollout(0.0, failure="tool")]
+    blended(silent, Says(failures={"paused": 0}), model={"folder": "x"}, judge=JUDGE)
+    assert [one.reward for one in silent] == [0.0, 0.0]
+    blended([], Says(), judge=JUDGE)
+
+
 def test_measuring_leaves_the_reward():
     rollouts = [rollout(0.25, "xxx")]
     blended(rollouts, measures=True, model={"folder": "x"}, held_out="gold")
@@ -157,6 +168,18 @@ def test_what_makes_no_reward_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=told):
             small_recipe(tmp_path, *settings)
+
+
+def test_the_recipe_of_the_guide_is_one():
+    guide = (Path(__file__).parents[3] / "docs/rl-general.md").read_text()
+    (shown,) = re.findall(r"```toml\n(.*?)```", guide, flags=re.DOTALL)
+    recipe = RLRecipe.model_validate(
+        {"name": "a", "steps": 1, "lr": 1.0, "model": {"preset": "nano"}, **tomllib.loads(shown)}
+    )
+    assert recipe.reward is not None
+    assert list(recipe.reward.sources) == ["rules", "model", "judge"]
+    for one in recipe.environment:
+        assert make(one.name).name == one.name
 
 
 def test_divergence_of_proxy_and_true_reward():

@@ -50,6 +50,8 @@ class Harness:
     """Plays by a script. `dies_at`: the engine ends at that task. `fails`: whether a task's sandbox fails half of the
     time."""
 
+    reward = None
+
     def __init__(self, environments, solves=num_solved, dies_at=-1, fails=lambda _: False) -> None:
         self.environments, self.solves, self.dies_at, self.fails = environments, solves, dies_at, fails
         self.workers, self.num_played = self, 0

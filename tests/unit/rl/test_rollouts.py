@@ -121,6 +121,8 @@ class Workers:
 
 
 class Harness:
+    reward = None
+
     def __init__(self, failing: int) -> None:
         self.workers = Workers(failing)
 

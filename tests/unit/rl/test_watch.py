@@ -36,6 +36,22 @@ def test_lines_of_a_log(tmp_path):
     assert read_lines(tmp_path / FILE) == [{"step": 0, "eval/mean": 0.1}, {"step": 1, **FIGURES, "entropy": 0.333333}]
 
 
+def test_a_hacked_proxy_is_shown_and_told_once(tmp_path, caplog):
+    def figures(proxy: float, true: float) -> dict[str, float]:
+        return {"metric/proxy": proxy, "metric/true": true, "proxy/std": 0.5, "true/std": 0.25}
+
+    lines = [(0.0, 0.5), (0.4, 0.5), (0.25, 0.4), (1.0, 0.25)]
+    for first, (begin, end) in ((0, (0, 3)), (3, (3, 4)), (3, (3, 4))):  # resumed twice after step 3
+        with Watch(tmp_path, recipe_of(), first, io.StringIO()) as of:
+            for step in range(begin, end):
+                of.step(step + 1, figures(*lines[step]))
+    found = [line["proxy/divergence"] for line in read_lines(tmp_path / FILE)]
+    assert found == pytest.approx([0.0, 0.8, 0.9, 3.0])
+    told = [one.getMessage() for one in caplog.records if "hacked" in one.getMessage()]
+    assert len(told) == 2  # of the last step, once in each run
+    assert "proxy has risen from 0 to 1 and the true reward fallen from 0.5 to 0.25" in told[0]
+
+
 def test_repeated_and_foreign_lines_are_left_out(tmp_path):
     lines = ['{"step": 1}', "[1]", '{"step": "x"}', '{"step": 2}', '{"step": 3', '{"step": 4}']
     (tmp_path / FILE).write_text("\n".join(lines))
