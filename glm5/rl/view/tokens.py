@@ -26,6 +26,7 @@ class Token:
     weight: float | None
     entropy: float | None
     masked: bool | None
+    teacher: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -38,6 +39,7 @@ class Token:
             "log-probability": self.logprob,
             "trainer's": self.trainer,
             "ratio": self.ratio,
+            "teacher's": self.teacher,
             "advantage": self.advantage,
             "weight": self.weight,
             "entropy": self.entropy,
@@ -107,7 +109,8 @@ def tokens_of(node: Node, start: int = 0, stop: int | None = None) -> Iterator[t
         trainer, advantage, weight, entropy, masked = (
             one[at] if one is not None and at < len(one) else None for one in columns
         )
-        yield at, Token(node.logprobs[at], node.versions[at], trainer, advantage, weight, entropy, masked)  # pyright: ignore[reportArgumentType]
+        teacher = node.teacher_logprobs[at] if at < len(node.teacher_logprobs) else None
+        yield at, Token(node.logprobs[at], node.versions[at], trainer, advantage, weight, entropy, masked, teacher)  # pyright: ignore[reportArgumentType]
 
 
 def largest_advantage(traces: list[Trace]) -> float:
