@@ -103,7 +103,8 @@ class Stage:
         """Delete all that it has made."""
         for file in (self.done_file, self.skills_file, self.file, self.checkpoint):
             file.unlink(missing_ok=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in (self.folder, self.out / f".{self.name}.quantizing"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def begin(self) -> None:
         """Write the recipe. TrainingError where the stage was begun with another one."""

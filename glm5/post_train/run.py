@@ -66,7 +66,8 @@ class _Run:
             done = _read(stage.done_file)
             if done is None:
                 self._say(stage.name)
-                done = self._kept(stage.done_file, lambda stage=stage: run_stage(stage))
+                done = run_stage(stage)
+                _keep(stage.done_file, done)
             self.results.took[stage.name] = done
             is_quantized = isinstance(stage.recipe, QuantizeConfig)
             make = partial(measure, self.recipe, stage.checkpoint, self.seeds, is_quantized=is_quantized)
@@ -87,14 +88,8 @@ class _Run:
             before, began = _cpu_seconds(), time.monotonic()
             found = make() | {"asked": self.asked}
             found |= {"all_seconds": time.monotonic() - began, "cpu_seconds": _cpu_seconds() - before}
-            self._kept(file, lambda: found)
+            _keep(file, found)
         return found
-
-    def _kept(self, file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        made = make()
-        with writing_to(file):
-            atomic_write_json(file, made)
-        return made
 
     def _say(self, running: str | None) -> None:
         say(f"\n{live_table(self.results, running)}\n", flush=True)
@@ -111,6 +106,11 @@ def run_stage(stage: Stage) -> dict[str, Any]:
         stage.link()
     files = stage.checkpoint.glob("*.safetensors")
     return took | {"size_bytes": sum(file.stat().st_size for file in files)}
+
+
+def _keep(file: Path, made: Mapping[str, Any]) -> None:
+    with writing_to(file):
+        atomic_write_json(file, made)
 
 
 def _read(file: Path) -> dict[str, Any] | None:

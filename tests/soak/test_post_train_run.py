@@ -52,7 +52,7 @@ def test_every_stage_is_measured_and_the_last_one_served(finished):
     out, _ = finished
     files, skills = contents(out)
     assert {name.split("/")[0] for name in files} == {"base", "sft", "reasoning", "w4a8"}
-    assert all(len(found["sort"]) == len(found["reverse"]) == 100 for found in skills.values())
+    assert all(len(found["sort"]) == len(found["reverse"]) == 50 for found in skills.values())
     served = json.loads((out / "served.json").read_text())
     assert served["drafted"][0] > 0
     assert served["tokens"] > 0

@@ -7,7 +7,10 @@ import sys
 import pytest
 
 from glm5.common.errors import TrainingError
+from glm5.config.post_train import read_post_train
 from glm5.post_train import process, run
+from glm5.post_train.needs import Needs
+from tests.unit.post_train.conftest import TEXT
 
 
 def instead(monkeypatch, code):
@@ -85,3 +88,49 @@ def test_a_finished_quantization_is_not_repeated(plan, monkeypatch):
     (stage.made / "config.json").write_text("{}")
     (stage.made / "model.safetensors").write_bytes(b"12345")
     assert run.run_stage(stage)["size_bytes"] == 5
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Stages and measurements are noted, and take no time."""
+    did = []
+    took = {"seconds": 1.0, "cpu_seconds": 1.0, "peak_bytes": 1, "size_bytes": 1}
+    monkeypatch.setattr(run, "run_stage", lambda stage: did.append(f"run {stage.name}") or took)
+    monkeypatch.setattr(run, "needs_of", lambda plan: {stage.name: Needs(None, None) for stage in plan.stages})
+
+    def found(what, seeds):
+        did.append(what)
+        skills = {name: [1.0] * len(of) for name, of in seeds.items()}
+        return {"skills": skills, "tokens": 1, "seconds": 1.0, "drafted": [1], "accepted": [1]}
+
+    def measure(_, folder, seeds, *, is_quantized):
+        return found(f"measure {folder.stem}{' quantized' if is_quantized else ''}", seeds)
+
+    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(run, "measure_served", lambda _, folder, seeds, log: found(f"serve {folder.stem}", seeds))
+    return did
+
+
+def test_what_is_done_is_kept_what_is_asked_otherwise_is_measured_again_and_the_rest_is_redone(tmp_path, scripted):
+    file = tmp_path / "recipe.toml"
+    file.write_text(TEXT)
+
+    def did(*settings, restart_from=None):
+        scripted.clear()
+        given = read_post_train(file, (f'out="{tmp_path / "run"}"', *settings))
+        assert run.post_train(*given, restart_from)
+        return list(scripted)
+
+    first = ["run base", "measure base", "run rl", "measure rl", "run w4a8", "measure w4a8 quantized", "serve w4a8"]
+    assert did() == first
+    assert did() == []
+    assert did("evaluation.margin=0.5") == []
+    assert did("evaluation.tasks=3") == ["measure base", "measure rl", "measure w4a8 quantized", "serve w4a8"]
+    assert did("evaluation.tasks=3", restart_from="rl") == first[2:]
+    with pytest.raises(
+        TrainingError, match=r"stage rl was begun with another recipe: steps was 2 and is 3; .*--restart"
+    ):
+        did("stage.1.recipe.steps=3")
+    (tmp_path / "run/rl.done.json").write_text("{")
+    with pytest.raises(TrainingError, match=r"rl\.done\.json: cannot be understood .*; delete it"):
+        did("evaluation.tasks=3")
