@@ -14,7 +14,7 @@ from glm5.common.console import tell
 from glm5.common.extras import require
 from glm5.common.garbage import settle
 from glm5.common.interrupt import held_interrupt
-from glm5.common.waits import Waits
+from glm5.common.start_log import Waits
 from glm5.config.serve import ServeConfig
 
 if TYPE_CHECKING:

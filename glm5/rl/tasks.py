@@ -108,7 +108,7 @@ class TaskSource:
         }
         self.mixture = Mixture({one.name: one.weight for one in recipe.environment})
         self._ladders = {
-            one.name: Ladder(environments[one.name].levels, up=one.ladder, down=-1.0, start=one.level)
+            one.name: Ladder(environments[one.name].levels, up=one.ladder, start=one.level)
             for one in recipe.environment
             if one.ladder is not None
         }

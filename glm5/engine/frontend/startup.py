@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from glm5.common.waits import Waits
+from glm5.common.start_log import Waits
 from glm5.engine.transport.wire import Loading
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ import pytest
 
 from glm5.rl.loop import run
 from tests.support.rl_recipe import small_recipe
+from tests.support.whole_runs import killing_engine, steps_of
 from tests.unit.rl.test_async_run import ASYNC, check
-from tests.unit.rl.test_loop import killing_engine, steps_of
 
 TWO = 'rollouts.devices=["cpu", "cpu"]'
 

@@ -12,7 +12,7 @@ from glm5.rl.records.store import Records, read_groups
 from glm5.rl.replay import replay
 from tests.support.latency import Latency, slow
 from tests.support.rl_recipe import small_recipe
-from tests.unit.rl.test_loop import finish, killing_engine, run_until, steps_of
+from tests.support.whole_runs import finish, killing_engine, run_until, steps_of
 
 ASYNC = ("asynchronous.max_staleness=1", 'algorithm.name="dis"', "steps=5")
 

@@ -36,7 +36,7 @@ from tests.support.long_conversations import ScriptedPolicy, Talking, play, resu
 from tests.support.models import random_model
 from tests.support.rl_recipe import small_recipe
 from tests.support.tokenizers import tiny_tokenizer
-from tests.unit.rl.test_loop import steps_of
+from tests.support.whole_runs import steps_of
 
 QUESTION = {"role": "user", "content": "What is it?"}
 TASK = Task("talk", 0, 0, (QUESTION,), {}, (function_tool("look", "", at="a"),))

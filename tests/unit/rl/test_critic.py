@@ -29,7 +29,7 @@ from tests.support.parity import BASE, randomize
 from tests.support.rl_batches import TASK, groups
 from tests.support.rl_recipe import small_recipe
 from tests.support.sharded import SMALL
-from tests.unit.rl.test_loop import finish, run_until
+from tests.support.whole_runs import finish, run_until
 from tests.unit.rl.test_objective import gradients
 
 EXACT = 1e-12

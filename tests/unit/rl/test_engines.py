@@ -20,7 +20,7 @@ from glm5.rl.rollouts.policy import Policy
 from glm5.rl.rollouts.ring import BALANCE, HashRing
 from tests.support.rl_recipe import small_recipe
 from tests.support.routing import rows
-from tests.unit.rl.test_loop import done, killing_engine, steps_of, weights_of  # noqa: F401
+from tests.support.whole_runs import killing_engine, steps_of, weights_of
 
 TWO = 'rollouts.devices=["cpu", "cpu"]'
 
@@ -321,7 +321,7 @@ def test_devices_are_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_engines_learn_the_same_as_one(done, tmp_path):  # noqa: F811
+def test_two_engines_learn_the_same_as_one(done, tmp_path):
     run(small_recipe(tmp_path, TWO))
     assert weights_of(tmp_path / "run") == weights_of(done / "run")
 

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,58 +16,16 @@ import torch
 from glm5 import LLM, SamplingParams, load
 from glm5.chat import Tokenizer
 from glm5.common.errors import EngineDead, TrainingError
-from glm5.engine import AsyncEngine
 from glm5.rl import loop, trainer
 from glm5.rl.loop import run
 from glm5.rl.records.digest import digests
 from glm5.rl.records.store import Records, read_groups
 from glm5.rl.state import RunState
 from glm5.rl.watch import LOW_ENTROPY, LOW_STEPS, Watch, read_lines
-from tests.support.rl_recipe import recipe_file, small_recipe
+from tests.support.rl_recipe import small_recipe
+from tests.support.whole_runs import REPO, SECONDS, finish, killing_engine, run_until, steps_of, weights_of
 
-REPO = Path(__file__).parents[3]
-SECONDS = 120
 MISMATCH = 1e-3  # k3: e4m3 rounds by up to 1/16, so logits near 1 differ by a few hundredths, and k3 is half the square
-
-
-def steps_of(out: Path) -> list[dict]:
-    """The lines of training steps."""
-    return [line for line in read_lines(out / "metrics.jsonl") if "reward/mean" in line]
-
-
-def weights_of(out: Path) -> dict[str, str]:
-    return dict(digests(torch.load(out / "state.pt", weights_only=True)["trainer"]["model"]))
-
-
-def command(folder: Path, *settings: str, flags: Sequence[str] = ()) -> list[str]:
-    given = [f"out={folder / 'run'}", *settings]
-    return [sys.executable, "-m", "glm5", "rl", str(recipe_file(folder)), "--set", *given, *flags]
-
-
-def finish(folder: Path, *settings: str, flags: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(folder, *settings, flags=flags), capture_output=True, text=True, timeout=SECONDS)
-
-
-def run_until(folder: Path, said: str, number: int, *settings: str) -> tuple[int, str]:
-    """Start the command, send it a signal once it says that; returns its exit code, and what it wrote."""
-    with subprocess.Popen(command(folder, *settings), stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        lines = list[str]()
-        for line in process.stderr:
-            lines.append(line)
-            if number and said in line:
-                process.send_signal(number)
-                number = 0
-        return process.wait(SECONDS), "".join(lines)
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory) -> Path:
-    """The folder of a finished run."""
-    folder = tmp_path_factory.mktemp("done")
-    recipe = small_recipe(folder)
-    assert run(recipe) == folder / "run" / "policy"
-    return folder
 
 
 def test_conversations_begin_with_the_system_message(done):
@@ -242,20 +199,6 @@ def test_ctrl_c_finishes_the_step_and_saves(done, tmp_path):
     assert finish(tmp_path, "lr=0.02", flags=["--restart"]).returncode == 0
     assert weights_of(tmp_path / "run") != weights_of(done / "run")
     assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3]
-
-
-def killing_engine(monkeypatch, at_calls: Sequence[int], of: str = "generate") -> None:
-    """Kill the engine's process at those of its calls."""
-    calls = [0]
-    call = getattr(AsyncEngine, of)
-
-    def counted(self, *args, **options):
-        calls[0] += 1
-        if calls[0] in at_calls:
-            os.kill(self.llm.client.link.pid, signal.SIGKILL)
-        return call(self, *args, **options)
-
-    monkeypatch.setattr(AsyncEngine, of, counted)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from glm5.common.errors import ConfigError
-from glm5.rl.environments.ladder import Ladder
+from glm5.rl.environments.ladder import WINDOW, Ladder
 from glm5.rl.environments.mixture import Mixture
 
 MAX_ERROR = 0.01
@@ -45,27 +45,23 @@ def test_wrong_mixtures_are_named(weights):
         Mixture(weights)
 
 
-def test_a_ladder_moves_at_its_bounds_and_goes_on_from_its_state():
-    ladder = Ladder(3, up=0.8, down=0.2, window=4)
+def test_a_ladder_moves_at_its_bound_and_goes_on_from_its_state():
+    ladder = Ladder(3, up=0.75)
 
     def add(*rewards):
         for reward in rewards:
             ladder.add(ladder.level, reward)
         return ladder.level
 
-    assert add(0, 0, 0, 0) == 0  # the lowest
-    assert add(1, 1, 1) == 0
+    assert add(*[1] * (WINDOW - 1)) == 0
     assert add(1) == 1
-    assert add(1, 1, 1) == 1  # a level begins with no rewards
+    assert add(1) == 1  # a level begins with no rewards
     ladder.add(0, 1.0)  # late, of the level before
-    assert ladder.level == 1
-    again = Ladder(3, up=0.8, down=0.2, window=4)
+    assert add(*[0] * WINDOW) == 1
+    assert add(*[1] * (WINDOW * 3 // 4 - 1)) == 1  # one below the bound
+    again = Ladder(3, up=0.75)
     again.load_state_dict(ladder.state_dict())
-    again.add(1, 0.2)
-    assert add(0.2) == again.level == 2
-    assert add(1, 1, 1, 1, 1) == 2  # the highest
-    assert add(0, 0, 0, 0) == 1
-    assert add(0.5, 0.5, 0.5, 0.5, 0.5) == 1
-    for wrong in ({"up": 0.1}, {"window": 0}, {"start": 3}):
-        with pytest.raises(ConfigError):
-            Ladder(3, **wrong)
+    again.add(1, 1)
+    assert add(1) == again.level == 2
+    assert add(*[1] * 2 * WINDOW) == 2  # the highest
+    assert add(*[0] * 2 * WINDOW) == 2  # never down

@@ -12,7 +12,7 @@ from glm5.rl.records.store import Records, read_groups
 from glm5.rl.replay import replay
 from glm5.serve.gateway import gateway
 from tests.support.rl_recipe import small_recipe
-from tests.unit.rl.test_loop import killing_engine, steps_of
+from tests.support.whole_runs import killing_engine, steps_of
 
 OPEN = partial(gateway, environment=dict(os.environ))
 AGENT = Path(__file__).parents[2] / "support" / "asking_agent.py"

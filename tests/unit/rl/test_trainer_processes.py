@@ -20,7 +20,7 @@ from glm5.testing.numerics import rel_rms
 from tests.support.rl_recipe import small_recipe
 from tests.support.rl_run import random_rollout, task_of, tokenizer
 from tests.support.waiting import until
-from tests.unit.rl.test_loop import done, steps_of, weights_of  # noqa: F401
+from tests.support.whole_runs import steps_of, weights_of
 
 SUMS = 1e-6  # float32, sums in another order: 1e-7 measured
 STEPS = 3
@@ -124,14 +124,14 @@ def test_a_rank_that_is_killed_is_named(tmp_path):
 
 
 @pytest.mark.long
-def test_a_process_of_its_own_trains_to_the_same_bits(done, tmp_path):  # noqa: F811
+def test_a_process_of_its_own_trains_to_the_same_bits(done, tmp_path):
     run(small_recipe(tmp_path, 'trainer.devices=["cpu"]'))
     assert weights_of(tmp_path / "run") == weights_of(done / "run")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_run_goes_on_after_its_trainer_has_ended(done, tmp_path, monkeypatch, caplog, number):  # noqa: F811
+def test_a_run_goes_on_after_its_trainer_has_ended(done, tmp_path, monkeypatch, caplog, number):
     """From the saved state, to the same bits as without."""
     pids = list[int]()
     train = Run._train

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from glm5.common import waits
-from glm5.common.waits import LOOK_SECONDS, SILENT_SECONDS, Waits
+from glm5.common import start_log
+from glm5.common.start_log import LOOK_SECONDS, SILENT_SECONDS, Waits
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 
 @pytest.fixture
 def said(caplog):
-    caplog.set_level(logging.INFO, logger="glm5.common.waits")
+    caplog.set_level(logging.INFO, logger="glm5.common.start_log")
     return lambda: [record.getMessage() for record in caplog.records]
 
 
@@ -69,7 +69,7 @@ def test_what_is_shown_elsewhere_is_not_said_until_it_stands_still(said):
 
 def test_a_thread_looks_within_the_block_and_ends_with_it(monkeypatch):
     looked = threading.Event()
-    monkeypatch.setattr(waits, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(start_log, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr(Waits, "look", lambda _: looked.set())
     with Waits("importing torch") as wait:
         assert looked.wait(20)
