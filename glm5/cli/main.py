@@ -57,6 +57,7 @@ COMMANDS = {
     "bench rl": "reinforcement learning: rollouts, training, time to a reward",
     "bench off-policy": "reinforcement learning on rollouts of old weights, by algorithm and staleness",
     "bench transition": "dense attention to selected keys in miniature, beside windows",
+    "report": "claims of the GLM-5 report, re-tested small",
     "eval ruler": "generated tasks at many lengths, in the manner of RULER",
 }
 GROUPS = {
