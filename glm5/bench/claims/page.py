@@ -15,7 +15,8 @@ says otherwise, on a CPU. `glm5 report` writes this page from the results in `do
 `glm5/bench/claims/claims.toml` has settings, seeds and rules.
 
 - **held**: the 95 % interval of the mean over the seeds (Student's t, seeds paired) lies within the rule's bounds.
-  **not held**: it lies outside of them. **not decided**: it does neither. With one seed the value itself is compared.
+  **not held**: it lies outside of them. **not decided**: it does neither. One run, or a mean that another page gives, is
+  compared itself: that says less.
 - A small model on a generated task says whether a mechanism works there, not whether it works at 744 billion
   parameters. "Not held" here does not refute the report.
 - Values are by seed, in the order of the seeds. What is behind "±" is half of the interval. Rates were not tuned for
@@ -59,7 +60,11 @@ def _cells(claim: ClaimSection, about: str, outcome: Outcome | None, folder: Pat
     if "source" in document:
         where = f" Source: {document['source']}; `{claim.command}`."
     here = " ".join(filter(None, (claim.ours, about, document.get("note")))) + where
-    return name, claim.report, here, _values(claim, outcome), _rule(claim), f"**{outcome.verdict}**"
+    return name, claim.report, here, _values(claim, outcome), _rule(claim), _verdict(outcome)
+
+
+def _verdict(outcome: Outcome) -> str:
+    return f"**{outcome.verdict}**{' (one run)' if outcome.num_seeds == 1 else ''}"
 
 
 def _values(claim: ClaimSection, outcome: Outcome) -> str:
