@@ -15,8 +15,8 @@ says otherwise, on a CPU. `glm5 report` writes this page from the results in `do
 `glm5/bench/claims/claims.toml` has settings, seeds and rules.
 
 - **held**: the 95 % interval of the mean over the seeds (Student's t, seeds paired) lies within the rule's bounds.
-  **not held**: it lies outside of them. **not decided**: it does neither. One run, or a mean that another page gives, is
-  compared itself: that says less.
+  **not held**: it lies outside of them. **not decided**: it does neither. Of one run, or of means that another page
+  gives, the value itself is compared, which says less.
 - A small model on a generated task says whether a mechanism works there, not whether it works at 744 billion
   parameters. "Not held" here does not refute the report.
 - Values are by seed, in the order of the seeds. What is behind "±" is half of the interval. Rates were not tuned for

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from glm5.bench.claims import small_policy as small
-from glm5.bench.claims.policies import SWAPPED, swapped
+from glm5.bench.claims.policies import SWAPPED, policy, swapped
 from glm5.bench.claims.trainings import _LogitView, export
 from glm5.common.errors import ConfigError
 from glm5.config.presets import preset
 from glm5.model.glm5 import Glm5
 from glm5.model.init import init_weights
+from tests.support.rl_recipe import recipe_file
 
 HERE = Path()
 
@@ -100,3 +101,14 @@ def test_the_largest_logit_grows_with_the_queries():
 
 def test_training_and_export_are_equal():
     assert export(None, (), 0, HERE) == {"differ": 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mark", "is_exact"), [("keys", True), ("unstable-keys", False)])
+def test_a_policy_on_selected_keys(tmp_path, mark, is_exact):
+    """The trainer reads the engine's keys, or planted others, which its log-probabilities show."""
+    (tmp_path / "work").mkdir()
+    few = ("steps=2", "exact=false", "model.config.index_topk=16", mark)
+    found = policy(str(recipe_file(tmp_path)), few, 0, tmp_path / "work")
+    assert (found["mismatch"] < 1e-6) == is_exact
+    assert 0 <= found["reward"] <= 1
