@@ -50,7 +50,7 @@ def about(command: str, settings: Command) -> dict[str, Any]:
         "tool": f"glm5 {__version__} bench {command}",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": {
-            "processor": _processor(),
+            "processor": processor(),
             "cores": os.cpu_count(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "devices": torch.cuda.device_count(),
@@ -97,7 +97,7 @@ def _drafts(mtp: dict[str, Any]) -> str:
     return f"MTP is on: up to {mtp['max_depth']} a step, {kind}; {mtp['tokens_per_step']:.2f} tokens a step"
 
 
-def _processor() -> str:
+def processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -60,6 +60,7 @@ COMMANDS = {
     "bench off-policy": "reinforcement learning on rollouts of old weights, by algorithm and staleness",
     "bench hybrid": "reinforcement learning by rules, a reward model and human anchors, alone and together",
     "bench transition": "dense attention to selected keys in miniature, beside windows",
+    "report": "claims of the GLM-5 report, re-tested small",
     "eval ruler": "generated tasks at many lengths, in the manner of RULER",
 }
 GROUPS = {

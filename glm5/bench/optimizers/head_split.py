@@ -43,17 +43,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plot", help="PNG to write (needs the extra plot)")
     args = parser.parse_args(argv)
 
-    gen = torch.Generator().manual_seed(0)
-    grad = torch.randn(args.heads, args.rows, args.cols, generator=gen)
-    grad[args.heads // 2 :] /= args.smaller
-    grad = grad.flatten(0, 1).to(args.device)
+    grad = gradients(args.heads, args.rows, args.cols, args.smaller, 0).to(args.device)
     ways = {"whole": (), "split": (args.rows,)}
-    found = {name: _measured(grad, args.heads, rows) for name, rows in ways.items()}
+    found = {name: measured(grad, args.heads, rows) for name, rows in ways.items()}
 
     out(f"{args.heads} heads of {args.rows} x {args.cols}, half with gradients {args.smaller:g} times smaller")
     out(f"{'':8}{'large':>9}{'small':>9}{'ratio':>8}{'spectral':>10}{'GFLOP':>10}{'ms':>10}")
     for name, one in found.items():
-        large, small = (statistics.mean(half) for half in _halves(one.rms_H))
+        large, small = (statistics.mean(half) for half in halves(one.rms_H))
         out(
             f"{name:8}{large:9.4f}{small:9.4f}{large / small:8.1f}{one.spectral:10.2f}"
             f"{one.operations / 1e9:10.2f}{one.seconds * 1e3:10.2f}"
@@ -63,7 +60,14 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _measured(grad: Tensor, heads: int, rows: tuple[int, ...]) -> Measured:
+def gradients(heads: int, rows: int, cols: int, smaller: float, seed: int) -> Tensor:
+    """Random gradients [heads * rows, cols], those of the second half of the heads so many times smaller."""
+    grad = torch.randn(heads, rows, cols, generator=torch.Generator().manual_seed(seed))
+    grad[heads // 2 :] /= smaller
+    return grad.flatten(0, 1)
+
+
+def measured(grad: Tensor, heads: int, rows: tuple[int, ...]) -> Measured:
     weight = nn.Parameter(torch.zeros_like(grad))
     weight.grad = grad
     seconds: list[float] = []
@@ -82,7 +86,7 @@ def _measured(grad: Tensor, heads: int, rows: tuple[int, ...]) -> Measured:
     return Measured(rms_H.tolist(), spectral, operations, statistics.median(seconds))
 
 
-def _halves(rms_H: list[float]) -> tuple[list[float], list[float]]:
+def halves(rms_H: list[float]) -> tuple[list[float], list[float]]:
     return rms_H[: len(rms_H) // 2], rms_H[len(rms_H) // 2 :]
 
 
