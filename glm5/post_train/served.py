@@ -25,8 +25,9 @@ from glm5.rl.segments import seed_of
 from glm5.serve.local import server
 
 NAME = "post-trained"
-CONCURRENCY = 64
+CONCURRENCY = 128
 _SECONDS = 300.0
+_ALL_AT_ONCE = httpx2.Limits(max_connections=CONCURRENCY)
 _COUNTERS = {
     "drafted": "vllm:spec_decode_num_drafts_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
@@ -56,7 +57,7 @@ class _Client:
         at_once, began = asyncio.Semaphore(CONCURRENCY), time.monotonic()
         async with (
             EnvironmentWorkers(list(seeds), sandbox=self.sandbox) as self.workers,
-            httpx2.AsyncClient(base_url=self.url, timeout=_SECONDS, trust_env=False) as self.http,
+            httpx2.AsyncClient(base_url=self.url, timeout=_SECONDS, trust_env=False, limits=_ALL_AT_ONCE) as self.http,
         ):
 
             async def one(draw: Draw) -> float | None:
