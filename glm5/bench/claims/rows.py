@@ -48,11 +48,12 @@ def measure(settings: ReportConfig, say: Callable[[str], None]) -> str:
 
 
 def missing(claim: ClaimSection, run: RunSection, results: Results, seeds: int | None) -> Iterator[tuple[str, int]]:
-    """Arms of a claim and seeds that have no result, the first seed of all arms first."""
-    arms = dict.fromkeys(figure[0] for figure in (claim.left, claim.right) if figure is not None)
+    """Arms of a claim and seeds whose figure is not there, the first seed of all arms first."""
+    figures = [figure for figure in (claim.left, claim.right) if figure is not None]
     for seed in run.seeds[:seeds]:
-        for arm in arms:
-            if str(seed) not in results.seeds(arm, run.arms[arm]):
+        for arm in dict.fromkeys(arm for arm, _ in figures):
+            found = results.seeds(arm, run.arms[arm]).get(str(seed), {})
+            if any(metric not in found for of, metric in figures if of == arm):
                 yield arm, seed
 
 

@@ -77,6 +77,16 @@ def test_a_row_goes_on_by_seed(tmp_path, capsys):
     assert "Of " + str(len(NAMES)) + " rows 1 are measured, 1 of them" in (tmp_path / "page.md").read_text()
 
 
+def test_a_seed_without_the_figure_is_missing(tmp_path):
+    claim = next(one for one in REGISTRY.claim if one.name == "dsa-linear")
+    run = next(one for one in REGISTRY.run if one.name == claim.run)
+    results = Results(tmp_path, run.name)
+    metrics = {figure[1]: 1.0 for figure in (claim.left, claim.right)}
+    results.add("all", [], 0, metrics)
+    results.add("all", [], 1, {claim.left[1]: 1.0})
+    assert list(missing(claim, run, results, None)) == [("all", 1), ("all", 2)]
+
+
 def test_the_list_has_every_row(tmp_path, capsys):
     assert main(argv(tmp_path, "--list")) == 0
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == NAMES
