@@ -53,7 +53,7 @@ def position_bias(builder: PolicyBuilder, seed: int) -> dict[str, float]:
         "right, better second": fmean(one == "B" for one in back),
         "for the first": fmean(one == "A" for one in verdicts),
         **{
-            name: fmean(value == of for value in values)
+            f"both orders: {name}": fmean(value == of for value in values)
             for name, of in (("right", 1), ("undecided", 0.5), ("wrong", 0))
         },
     }
