@@ -24,7 +24,7 @@ from glm5.rl.algorithms.table import PRESETS
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.estimate import estimate
 from glm5.rl.loop import run
-from glm5.rl.records.store import Records, read_groups
+from glm5.rl.records.store import Records, RecordWriter, read_groups
 from glm5.rl.replay import replay
 from glm5.rl.rollout import Group
 from glm5.rl.rollouts.teachers import Teachers
@@ -101,8 +101,7 @@ def taught_groups(top_k: int) -> list[Group]:
     return found
 
 
-@pytest.mark.parametrize("top_k", [0, 3])
-@pytest.mark.parametrize("mistake", [None, "temperature"])
+@pytest.mark.parametrize(("top_k", "mistake"), [(0, None), (3, None), (0, "temperature")])
 def test_teachers_rewards_and_supervised_terms_mix_in_a_step(model, top_k, mistake):
     """Against the formula token by token in float64; the control leaves the temperature out."""
     sequences = sequences_of_step(repair(taught_groups(top_k))[0], DISTILL)
@@ -214,7 +213,7 @@ class Engine:
 
 def sections(level: int = 1) -> dict[str, TeacherSection]:
     return {
-        of: TeacherSection(name=name, checkpoint="x", environments=(of,), sleep_level=level)  # pyright: ignore[reportArgumentType]
+        of: TeacherSection(name=name, checkpoint="x", environments=(of,), sleep_level=level)
         for name, of in (("first", "a"), ("second", "b"))
     }
 
@@ -230,7 +229,7 @@ def groups_of(*environments: str) -> list[Group]:
 
 def test_teachers_take_turns_and_each_scores_its_own_tasks():
     log, groups = [], groups_of("b", "a")
-    teachers = Teachers(sections(2), lambda one: Engine(one.name, 10.0 if one.name == "first" else 20.0, log), 1)  # pyright: ignore[reportArgumentType]
+    teachers = Teachers(sections(2), lambda one: Engine(one.name, 10.0 if one.name == "first" else 20.0, log), 1)
     for _ in range(2):
         asyncio.run(teachers.score(groups))
     said = [one for one in log if isinstance(one, str)]
@@ -263,7 +262,7 @@ def test_teachers_take_turns_and_each_scores_its_own_tasks():
 def test_an_environment_without_a_teacher_and_failed_rollouts_are_left_alone():
     log, groups = [], groups_of("c", "a")
     groups[1].rollouts[0].failure = "sandbox"
-    asyncio.run(Teachers(sections(), lambda one: Engine(one.name, 1.0, log)).score(groups))  # pyright: ignore[reportArgumentType]
+    asyncio.run(Teachers(sections(), lambda one: Engine(one.name, 1.0, log)).score(groups))
     assert {one[0] for one in log if not isinstance(one, str)} == {"first"}
     scored = [[one.teacher for one in group.rollouts] for group in groups]
     assert scored == [[""] * 4, ["", "first", "first", "first"]]
@@ -273,14 +272,14 @@ def test_a_branch_is_scored_once():
     groups, log = groups_of("a", "c"), []
     tree = groups[0].rollouts[0].tree
     tree.add(replace(tree.segments[1], parent=0))  # an answer tried again
-    asyncio.run(Teachers(sections(), lambda one: Engine(one.name, 1.0, log)).score(groups))  # pyright: ignore[reportArgumentType]
+    asyncio.run(Teachers(sections(), lambda one: Engine(one.name, 1.0, log)).score(groups))
     assert [bool(one.teacher_logprobs) for one in tree.segments] == [False, True, True]
     assert len([one for one in log if not isinstance(one, str)]) == 5
 
 
 def test_engines_that_end_are_started_again_with_the_next_call():
     log, fails = [], [EngineDead("killed"), None]
-    teachers = Teachers(sections(), lambda one: Engine(one.name, 1.0, log, fails.pop(0) if fails else None))  # pyright: ignore[reportArgumentType]
+    teachers = Teachers(sections(), lambda one: Engine(one.name, 1.0, log, fails.pop(0) if fails else None))
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(teachers.score(groups_of("a", "c")))
     assert caught.group_contains(EngineDead)
@@ -290,7 +289,7 @@ def test_engines_that_end_are_started_again_with_the_next_call():
 
 
 def test_a_teacher_that_says_no_number_is_told_of():
-    teachers = Teachers(sections(), lambda one: Engine(one.name, -math.inf / math.inf, []))  # pyright: ignore[reportArgumentType]
+    teachers = Teachers(sections(), lambda one: Engine(one.name, -math.inf / math.inf, []))
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(teachers.score(groups_of("a", "c")))
     assert caught.group_contains(TrainingError, match="teacher first: a log-probability is not finite")
@@ -315,8 +314,10 @@ def settings(checkpoints: list[Path], *more: str) -> tuple[str, ...]:
         f'model={{checkpoint="{student}"}}',
         'algorithm={name="distill"}',
         'environment=[{name="guess",tasks=15},{name="sort"}]',
-        f'teacher=[{{name="own",checkpoint="{student}",environments=["guess"]}},'
-        f'{{name="other",checkpoint="{other}",environments=["sort"]}}]',
+        (
+            f'teacher=[{{name="own",checkpoint="{student}",environments=["guess"]}},'
+            f'{{name="other",checkpoint="{other}",environments=["sort"]}}]'
+        ),
         *more,
     )
 
@@ -366,8 +367,6 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, checkpoints):
 
 
 def test_what_teachers_say_is_kept_in_records(tmp_path):
-    from glm5.rl.records.store import RecordWriter
-
     groups = taught_groups(2)
     empty = [[[None] * len(one.tree.segments) for one in group.rollouts] for group in groups]
     RecordWriter(tmp_path, 2**30, 1).write(1, 1, {}, groups, empty)
