@@ -175,6 +175,7 @@ async def conduct(recipe: RLRecipe, out: Path, steps: int, agents: str) -> tuple
                     costs.append(1e3 * (spent - before) / max(1, done - turns))
                     memory.append(resident_mb())
                     before, turns = spent, done
+                    rollouts.figures()  # as a run asks for, and forgets what they are of
                     rollouts.pushed(step + 1)
                 await rollouts.cancel()
         busy = sorted(one["answers"] for one in await engines.stats())
