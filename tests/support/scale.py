@@ -80,7 +80,9 @@ async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    url, key, messages = json.loads(await reader.readline())
+    if not (line := await reader.readline()):
+        return
+    url, key, messages = json.loads(line)
     parts = urlsplit(url)
     asked, answered = await asyncio.open_connection(parts.hostname, parts.port)
     said = ""
