@@ -80,7 +80,9 @@ async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    url, key, messages = json.loads(await reader.readline())
+    if not (line := await reader.readline()):
+        return
+    url, key, messages = json.loads(line)
     parts = urlsplit(url)
     asked, answered = await asyncio.open_connection(parts.hostname, parts.port)
     said = ""
@@ -175,6 +177,7 @@ async def conduct(recipe: RLRecipe, out: Path, steps: int, agents: str) -> tuple
                     costs.append(1e3 * (spent - before) / max(1, done - turns))
                     memory.append(resident_mb())
                     before, turns = spent, done
+                    rollouts.figures()  # as a run asks for, and forgets what they are of
                     rollouts.pushed(step + 1)
                 await rollouts.cancel()
         busy = sorted(one["answers"] for one in await engines.stats())

@@ -168,6 +168,8 @@ class Connection(H11Protocol):
         self.limiter.leave(self)
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+        # They refer to this connection: together they would stay until a garbage collection.
+        self.cycle = self.scope = self.conn.refuse = cast("Any", None)
 
     def data_received(self, data: bytes) -> None:
         if self._wait is not Wait.ERROR_READ:
@@ -309,7 +311,8 @@ class Body:
     @property
     def has_left(self) -> bool:
         """Whether the client is gone. Between head and end of the response, as for all of these."""
-        return self._connection.cycle.disconnected
+        cycle: Any = self._connection.cycle
+        return cycle is None or cycle.disconnected
 
     @property
     def is_open(self) -> bool:
@@ -330,7 +333,7 @@ class _StrictHttp(h11.Connection):
 
     def __init__(self, refuse: Callable[[int, str, str], None]):
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
-        self._refuse, self._head = refuse, b""
+        self.refuse, self._head = refuse, b""
 
     @property
     def has_partial_data(self) -> bool:
@@ -352,12 +355,12 @@ class _StrictHttp(h11.Connection):
             event = super().next_event()
         except h11.RemoteProtocolError as error:
             if error.error_status_hint == 431:
-                self._refuse(431, f"a part of the head is longer than {MAX_HEAD_BYTES} bytes", "headers_too_large")
+                self.refuse(431, f"a part of the head is longer than {MAX_HEAD_BYTES} bytes", "headers_too_large")
             else:
-                self._refuse(400, f"this is not a request in HTTP/1.1: {_words_of(error)}", "bad_http")
+                self.refuse(400, f"this is not a request in HTTP/1.1: {_words_of(error)}", "bad_http")
             return h11.NEED_DATA
         if isinstance(event, h11.Request) and (fault := _fault_of(event)):
-            self._refuse(*fault)
+            self.refuse(*fault)
             return h11.NEED_DATA
         return event
 

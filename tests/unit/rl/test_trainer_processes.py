@@ -20,7 +20,7 @@ from glm5.testing.numerics import rel_rms
 from tests.support.rl_recipe import small_recipe
 from tests.support.rl_run import random_rollout, task_of, tokenizer
 from tests.support.waiting import until
-from tests.support.whole_runs import steps_of, weights_of
+from tests.support.whole_runs import finish, run_until, steps_of, weights_of
 
 SUMS = 1e-6  # float32, sums in another order: 1e-7 measured
 STEPS = 3
@@ -149,6 +149,20 @@ def test_a_run_goes_on_after_its_trainer_has_ended(done, tmp_path, monkeypatch, 
     assert weights_of(tmp_path / "run") == weights_of(done / "run")
     assert [line["step"] for line in steps_of(tmp_path / "run")] == [1, 2, 3]
     assert not Path(f"/proc/{pids[0]}").exists()
+
+
+@pytest.mark.long
+def test_one_process_goes_on_with_a_run_that_two_began(tmp_path):
+    """Ctrl-C ends the first part, with all of its processes."""
+    settings = ("asynchronous.max_staleness=1", 'algorithm.name="dis"', "exact=false", "steps=4")
+    code, said = run_until(tmp_path, "small 0:", signal.SIGINT, *settings, 'trainer.devices=["cpu", "cpu"]')
+    assert code == 130
+    assert "stopped after step 1; the same command goes on" in said
+    assert [line["step"] for line in steps_of(tmp_path / "run")] == [1]
+    assert finish(tmp_path, *settings, 'trainer.devices=["cpu"]').returncode == 0
+    lines = steps_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert max(line["staleness/max"] for line in lines) <= 1
 
 
 def test_the_end_of_a_process_in_a_push_names_the_saved_state(tmp_path):

@@ -1,7 +1,8 @@
-"""A request leaves nothing behind that only a garbage collection finds."""
+"""A request, and a connection, leave nothing behind that only a garbage collection finds."""
 
 import gc
 
+import httpx
 import pytest
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -38,10 +39,12 @@ def left_behind(ask) -> set[str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
-def test_answered_requests(http, path, stream):
+def test_answered_requests(scripted_server, engine, path, stream):
     def ask() -> None:
         for _ in range(3):  # the last one's tasks may not have ended
-            assert http.post(path, json=ROUTES[path] | {"stream": stream}).status_code == 200
+            with httpx.Client(base_url=scripted_server[0], timeout=20) as client:
+                for _ in range(2):
+                    assert client.post(path, json=ROUTES[path] | {"stream": stream}).status_code == 200
 
     assert left_behind(ask) == set()
     assert left_behind(_Cyclic) == {"_Cyclic"}
