@@ -38,7 +38,19 @@ def test_an_interrupt_leaves_nothing(checkpoint, tmp_path, monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-BENCHES = ("all", "throughput", "latency", "serve", "frontend", "kernels", "quantize", "rl", "off-policy", "hybrid", "transition")
+BENCHES = (
+    "all",
+    "throughput",
+    "latency",
+    "serve",
+    "frontend",
+    "kernels",
+    "quantize",
+    "rl",
+    "off-policy",
+    "hybrid",
+    "transition",
+)
 
 
 @pytest.mark.parametrize(
