@@ -33,7 +33,7 @@ def test_version(capsys):
 def test_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"    {name.split()[0]} " in text for name in COMMANDS)
+    assert {name.split()[0] for name in COMMANDS} <= set(text.split())
 
 
 def test_help_of_a_group_lists_its_commands(capsys):
