@@ -401,7 +401,7 @@ def test_a_run_with_two_teachers(tmp_path, checkpoints, top_k):
     lines = [line for line in read_metrics(tmp_path / "whole/run") if "reward/mean" in line]
     if top_k == "0":
         assert lines[0]["teacher_kl/own/guess"] == 0.0
-    assert abs(lines[0]["teacher_kl/own/guess"]) < 1e-6 < 1e-2 < lines[0]["teacher_kl/other/sort"]
+    assert abs(lines[0]["teacher_kl/own/guess"]) < 1e-6 < 1e-4 < lines[0]["teacher_kl/other/sort"]
     assert lines[0]["kl/mismatch"] == 0.0 < lines[0]["time/teachers"]
     assert weights_of(tmp_path / "parts/run") == weights_of(tmp_path / "whole/run")
     assert [one.tensors for one in replay(tmp_path / "whole/run", 3)] == [[]]
