@@ -38,5 +38,5 @@ def sleeping_harness(seconds: Callable[[Task], float]) -> Any:
 
     workers = SimpleNamespace(task=task_of, score_group=score_group)
     policy = SimpleNamespace(engines=SimpleNamespace(usage=usage))
-    harness = SimpleNamespace(play=play, workers=workers, policy=policy, version=0)
+    harness = SimpleNamespace(play=play, workers=workers, policy=policy, version=0, reward=None)
     return harness

@@ -17,7 +17,7 @@ from tests.unit.test_docs import DOCUMENTS
 
 BLOCKS = re.compile(r"^```(sh|python)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(
-    r"^(make|docker|pip|git|cd|ray) |^\.ci/|zai-org/|PATH_OR_ID|^glm5 (chat|demo|rl|bench (all|kernels|rl))"
+    r"^(make|docker|pip|git|cd|ray) |^\.ci/|zai-org/|PATH_OR_ID|^glm5 (chat|demo|rl|post-train|bench (all|kernels|rl))"
     r"|^python3? -m|runs/demo"
 )
 ADDRESS = "127.0.0.1:8000"

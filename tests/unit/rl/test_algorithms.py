@@ -85,6 +85,7 @@ def flash(logp: Tensor, of: Ratios) -> Tensor:
 # What is maximised, token by token; and the spread of ratios at which some tokens are masked and some are not.
 FORMULAS = {
     "grpo": (icepop, 0.5),
+    "distill": (icepop, 0.5),
     "grpo-no-std": (icepop, 0.5),
     "tis": (lambda logp, of: of.rho.clamp_max(2.0) * ppo((logp - of.old_T).exp(), of.advantage_T), 0.5),
     "kpop": (kpop, 1.2),
