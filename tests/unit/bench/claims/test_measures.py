@@ -103,7 +103,7 @@ def test_training_and_export_are_equal():
     assert export(None, (), 0, HERE) == {"differ": 0.0}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("mark", "is_exact"), [("keys", True), ("unstable-keys", False)])
 def test_a_policy_on_selected_keys(tmp_path, mark, is_exact):
     """The trainer reads the engine's keys, or planted others, which its log-probabilities show."""
