@@ -124,6 +124,8 @@ class PostTrainRecipe(Section):
         for number, stage in enumerate(self.stage):
             if stage.start is not None:
                 self.must_precede(number, stage.start, "start")
+            if stage.name == "shown":
+                raise ValueError("stage shown: the folder of [[shown]] has this name; allowed: any other")
             if number == 0 and stage.kind == "quantize":
                 raise ValueError(f"stage {stage.name}: quantize needs a stage before it")
         if self.evaluation.rollouts.max_tokens >= self.evaluation.rollouts.max_model_len:

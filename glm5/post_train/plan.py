@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from glm5.common.atomic import atomic_write
+from glm5.common.bounded import SETTINGS, read_bounded_text
 from glm5.common.errors import ConfigError, TrainingError
 from glm5.config.post_train import PostTrainRecipe, ShownSection, StageSection, resolved
 from glm5.config.quantize import QuantizeConfig
@@ -109,7 +110,13 @@ class Stage:
     def begin(self) -> None:
         """Write the recipe. TrainingError where the stage was begun with another one."""
         if self.file.exists():
-            before = tomllib.loads(self.file.read_text(encoding="utf-8"))
+            try:
+                before = tomllib.loads(read_bounded_text(self.file, SETTINGS, TrainingError))
+            except (ValueError, RecursionError) as error:
+                raise TrainingError(
+                    f"{self.file}: cannot be understood ({error}); put it back, or redo the stage and what follows "
+                    f"with --restart-from {self.name}"
+                ) from None
             if difference := first_difference(before, dict(self.table)):
                 raise TrainingError(
                     f"stage {self.name} was begun with another recipe: {difference}; go on with the old one, choose "
@@ -177,8 +184,9 @@ class Plan:
             except ValidationError as error:
                 path, value, allowed = first_error(error)
                 raise ConfigError(f"{where}: {refuse('.'.join(path) or 'recipe', value, allowed)}") from None
-        if start is not None:
-            kept = {key: value for key, value in table.get("model", {}).items() if key in ("dtype", "compute")}
+        # A model that is no table is left there, for the command's own refusal.
+        if start is not None and isinstance(model := table.get("model", {}), dict):
+            kept = {key: value for key, value in model.items() if key in ("dtype", "compute")}
             table["model"] = {"checkpoint": str(self.stage(start).checkpoint), **kept}
         table.setdefault("name", section.name)
         return Stage(section, self.out, table, checked(table, where, Recipe if section.kind == "train" else RLRecipe))

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from glm5.common.atomic import atomic_write_json
 from glm5.common.bounded import TABLES, read_bounded_text
@@ -21,6 +23,7 @@ from glm5.common.extras import require
 from glm5.config.post_train import PostTrainRecipe
 from glm5.config.quantize import QuantizeConfig
 from glm5.config.rl import RLRecipe
+from glm5.config.step import NotNegative, Positive
 from glm5.post_train.measure import held_out, measure
 from glm5.post_train.needs import needs_of
 from glm5.post_train.page import Results, live_table, write_post_train_page
@@ -41,11 +44,35 @@ def post_train(recipe: PostTrainRecipe, tables: Sequence[Mapping[str, Any]], res
     plan = Plan(recipe, tables)
     with locked(plan.out):
         if restart_from is not None:
-            for stage in plan.from_stage(restart_from):
-                stage.delete()
+            # The last stage first: what is left after a kill never has a beginning that is older than it.
+            stages = plan.from_stage(restart_from)
             (plan.out / SERVED).unlink(missing_ok=True)
+            for stage in reversed(stages):
+                stage.delete()
         plan.check()
         return _Run(plan).run()
+
+
+class _Took(BaseModel):
+    """STAGE.done.json."""
+
+    seconds: NotNegative
+    cpu_seconds: NotNegative
+    peak_bytes: NotNegative
+    size_bytes: NotNegative
+
+
+class _Found(BaseModel):
+    """STAGE.skills.json, and that of the server."""
+
+    asked: dict[str, Any]
+    skills: dict[str, list[Annotated[float, Field(allow_inf_nan=False)] | None]]
+    tokens: NotNegative
+    seconds: Positive
+    drafted: list[NotNegative]
+    accepted: list[NotNegative]
+    all_seconds: NotNegative
+    cpu_seconds: NotNegative
 
 
 class _Run:
@@ -63,7 +90,7 @@ class _Run:
         self.plan.show()
         for stage in self.plan.stages:
             stage.begin()
-            done = _read(stage.done_file)
+            done = _read(stage.done_file, _Took)
             if done is None:
                 self._say(stage.name)
                 done = run_stage(stage)
@@ -83,7 +110,11 @@ class _Run:
         return self.results.is_within
 
     def _measured(self, file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        found = _read(file)
+        found = _read(file, _Found)
+        if found is not None and {name: len(of) for name, of in found["skills"].items()} != {
+            name: len(of) for name, of in found["asked"].get("seeds", {}).items()
+        }:
+            raise _damaged(file, "other tasks than were asked")
         if found is None or found["asked"] != self.asked:
             before, began = _cpu_seconds(), time.monotonic()
             found = make() | {"asked": self.asked}
@@ -113,16 +144,20 @@ def _keep(file: Path, made: Mapping[str, Any]) -> None:
         atomic_write_json(file, made)
 
 
-def _read(file: Path) -> dict[str, Any] | None:
+def _read(file: Path, kind: type[BaseModel]) -> dict[str, Any] | None:
     if not file.exists():
         return None
     try:
-        found: dict[str, Any] = json.loads(read_bounded_text(file, TABLES, TrainingError))
+        return kind.model_validate_json(read_bounded_text(file, TABLES, TrainingError)).model_dump()
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise _damaged(file, ": ".join([".".join(map(str, first["loc"])), first["msg"]]).removeprefix(": ")) from None
     except ValueError as error:
-        raise TrainingError(
-            f"{file}: cannot be understood ({error}); delete it, and the same command goes on"
-        ) from None
-    return found
+        raise _damaged(file, error) from None
+
+
+def _damaged(file: Path, why: object) -> TrainingError:
+    return TrainingError(f"{file}: cannot be understood ({why}); delete it, and the same command goes on")
 
 
 def _cpu_seconds() -> float:

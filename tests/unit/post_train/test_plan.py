@@ -59,6 +59,19 @@ def test_what_a_command_would_refuse_is_refused_before_any_runs(plan):
         plan(TEXT.replace("groups = 5", "groups = 0"))
     with pytest.raises(ConfigError, match="stage w4a8: scheme: got 'w3'"):
         plan(TEXT.replace('scheme = "w4a8"', 'scheme = "w3"'))
+    with pytest.raises(ConfigError, match="stage rl: model: got 5"):
+        plan(TEXT, "stage.1.recipe.model=5")
+    with pytest.raises(ConfigError, match=r"stage shown: the folder of \[\[shown\]\] has this name"):
+        plan(TEXT.replace('name = "base"', 'name = "shown"'))
+
+
+@pytest.mark.parametrize("content", [b"{{", b"\xff\xfe"])
+def test_a_damaged_recipe_of_a_begun_stage_is_named(plan, content):
+    stage = plan().stages[1]
+    stage.begin()
+    stage.file.write_bytes(content)
+    with pytest.raises(TrainingError, match=r"rl\.toml: cannot be understood .*--restart-from rl"):
+        plan().check()
 
 
 def test_shown_conversations_are_solutions_and_named_by_what_they_are(plan, tmp_path):

@@ -10,6 +10,7 @@ from glm5.common.errors import TrainingError
 from glm5.config.post_train import read_post_train
 from glm5.post_train import process, run
 from glm5.post_train.needs import Needs
+from glm5.post_train.plan import Stage
 from tests.unit.post_train.conftest import TEXT
 
 
@@ -131,6 +132,33 @@ def test_what_is_done_is_kept_what_is_asked_otherwise_is_measured_again_and_the_
         TrainingError, match=r"stage rl was begun with another recipe: steps was 2 and is 3; .*--restart"
     ):
         did("stage.1.recipe.steps=3")
-    (tmp_path / "run/rl.done.json").write_text("{")
-    with pytest.raises(TrainingError, match=r"rl\.done\.json: cannot be understood .*; delete it"):
-        did("evaluation.tasks=3")
+    for name in ("rl.done.json", "rl.skills.json"):
+        file_of_run = tmp_path / "run" / name
+        good = file_of_run.read_text()
+        for bad in ("{", "[]", "5", "[" * 100_000, good.replace("1.0", "NaN"), good.replace("1.0", '"x"')):
+            file_of_run.write_text(bad)
+            with pytest.raises(TrainingError, match=rf"{name}: cannot be understood .*; delete it"):
+                did("evaluation.tasks=3")
+        file_of_run.write_text(good)
+    assert did("evaluation.tasks=3") == []
+
+
+def test_a_restart_that_is_killed_leaves_no_stage_that_is_older_than_its_start(tmp_path, scripted, monkeypatch):
+    file = tmp_path / "recipe.toml"
+    file.write_text(TEXT)
+    given = read_post_train(file, (f'out="{tmp_path / "run"}"', "evaluation.tasks=3"))
+    run.post_train(*given)
+    delete, deleted = Stage.delete, []
+
+    def killed(stage):
+        if deleted:
+            raise SystemExit
+        deleted.append(stage.name)
+        delete(stage)
+
+    monkeypatch.setattr(Stage, "delete", killed)
+    with pytest.raises(SystemExit):
+        run.post_train(*given, "base")
+    scripted.clear()
+    run.post_train(*given)
+    assert scripted == ["run w4a8", "measure w4a8 quantized", "serve w4a8"]
