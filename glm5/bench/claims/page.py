@@ -56,7 +56,7 @@ def _cells(claim: ClaimSection, about: str, outcome: Outcome | None, folder: Pat
         why = claim.why or "not run yet"
         return name, claim.report, " ".join(filter(None, (claim.ours, about))), "", "", why
     document = Results(folder, claim.run).document
-    where = f" ({document['processor']}, {document['date']})"
+    where = f" ({document.get('processor', '')}, {document.get('date', '')})"
     if "source" in document:
         where = f" Source: {document['source']}; `{claim.command}`."
     here = " ".join(filter(None, (claim.ours, about, document.get("note")))) + where

@@ -5,16 +5,16 @@ not held        it lies outside of them
 not decided     it does neither; with one seed, the value alone is compared
 """
 
-import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from math import isfinite, sqrt
+from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from pydantic import BaseModel, Field
 
 from glm5 import __version__
 from glm5.bench.report import processor
@@ -25,6 +25,7 @@ from glm5.config.report import ClaimSection, Figure
 
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Quantiles of Student's t, two-sided, of 1 to 9 degrees of freedom."""
+Number = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=False)]
 
 
 class Outcome(NamedTuple):
@@ -40,6 +41,19 @@ class Outcome(NamedTuple):
     verdict: str
 
 
+class _Arm(BaseModel):
+    settings: list[str]
+    seeds: Annotated[dict[str, dict[str, Number]], Field(max_length=len(T_95) + 1)]
+
+
+class _Document(BaseModel, extra="allow"):
+    arms: dict[str, _Arm]
+    processor: str = ""
+    date: str = ""
+    note: str = ""
+    num_seeds: int = 1
+
+
 class Results:
     """The file of a run's results. Raises DataError where it is not such a file."""
 
@@ -49,13 +63,10 @@ class Results:
         if not self.file.exists():
             return
         try:
-            self.document = json.loads(read_bounded_text(self.file, TABLES, DataError))
-            values = [one for arm in self.document["arms"].values() for one in arm["seeds"].values()]
-            is_right = all(isinstance(x, int | float) and isfinite(x) for one in values for x in one.values())
-        except (ValueError, KeyError, TypeError, AttributeError):
-            is_right = False
-        if not is_right:
-            raise DataError(f"{self.file}: not results of glm5 report; delete it, and measure again")
+            text = read_bounded_text(self.file, TABLES, DataError)
+            self.document = _Document.model_validate_json(text).model_dump(exclude_unset=True)
+        except ValueError:
+            raise DataError(f"{self.file}: not results of glm5 report; delete it, and measure again") from None
 
     def seeds(self, arm: str, settings: Sequence[str] | None = None) -> Mapping[str, Mapping[str, float]]:
         """Metrics by seed; none if the arm was measured with other `settings`."""

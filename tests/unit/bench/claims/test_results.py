@@ -60,7 +60,19 @@ def test_other_settings_are_another_arm(tmp_path):
     assert list(results.seeds("a", ["k=2"])) == ["1"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"arms": {"a": {"seeds": {"0": {"x": NaN}}}}}', '{"arms": {"a": 1}}'])
+ELEVEN = json.dumps({"arms": {"a": {"settings": [], "seeds": {str(i): {"x": i} for i in range(11)}}}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "[" * 100_000, '{"arms": {"a": 1}}', '{"arms": {}, "note": 5}', '{"arms": {}, "num_seeds": "x"}'),
+        '{"arms": {"a": {"settings": [], "seeds": {"0": {"x": NaN}}}}}',
+        '{"arms": {"a": {"settings": [], "seeds": {"0": {"x": 1%s}}}}}' % ("0" * 400),
+        '{"arms": {"a": {"seeds": {"0": {"x": 1}}}}}',
+        pytest.param(ELEVEN, id="more seeds than the interval knows"),
+    ],
+)
 def test_another_file_is_refused(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(DataError, match=r"run.json: not results"):
