@@ -38,6 +38,8 @@ class Reference:
             try:
                 with np.load(BytesIO(read_bounded(file, TEXTS, TrainingError)), allow_pickle=False) as arrays:
                     keys, values = arrays["keys"], arrays["values"]
+                if keys.dtype != np.uint8 or keys.shape != (*values.shape, 16) or not np.isfinite(values).all():
+                    raise ValueError("not a finite number for each key of 16 bytes")
                 self._known = dict(zip(map(bytes, keys), values.astype(np.float64).tolist(), strict=True))
             except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile) as error:
                 raise TrainingError(f"{file} is damaged ({error}); --restart begins the run anew") from None
