@@ -90,10 +90,10 @@ def _supervised(ids: Sequence[int], marks: Sequence[bool]) -> TrainingSequence:
 
 def _lines(file: str) -> list[str]:
     try:
-        lines = read_bounded_text(Path(file), TABLES, ConfigError).splitlines()
+        lines = read_bounded_text(Path(file), TABLES, ConfigError).removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"reward.anchors: {file}: {error}") from None
-    if not lines:
+    if lines == [""]:
         raise ConfigError(f"reward.anchors: {file} is empty; write a row of {{'messages': [...]}} in each line")
     return lines
 
@@ -103,8 +103,12 @@ def _read(line: str, where: str) -> tuple[list[Message], list[Mapping[str, Any]]
         row = json.loads(line)
         messages, tools = row["messages"], row.get("tools") or []
         well = all(isinstance(one["content"], str) and isinstance(one["role"], str) for one in messages)
-        if len(messages) < 2 or not well or messages[-1]["role"] != "assistant" or not isinstance(tools, list):
+        if len(messages) < 2 or not well or messages[-1]["role"] != "assistant":
             raise ValueError("messages need roles and texts, and end with the assistant's")
+        if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+            raise ValueError("tools must be a list of objects")
+        if not all(one.get("weight", 1) and one.get("loss", True) for one in messages if one["role"] == "assistant"):
+            raise ValueError("every reply is learnt: none has weight 0 or loss false")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{where}: no row of {{'messages': [...]}}: {error}") from None
     return messages, tools

@@ -69,7 +69,7 @@ async def asked(url: str, model: str, system: str, shown: Any, timeout_s: float,
         said = json.loads(found)["choices"][0]["message"]["content"]
     except TimeoutError:
         raise JudgeFailed("slow", f"no answer in {timeout_s:g} s") from None
-    except httpx2.HTTPError as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise JudgeFailed("down", repr(error)) from None
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise JudgeFailed("nonsense", f"no chat completion: {error!r}") from None

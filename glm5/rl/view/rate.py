@@ -45,7 +45,11 @@ class Ratings:
     def rate(self, step: int, place: int, form: Mapping[str, str]) -> None:
         """Keep what a form says. ValueError for one that no page has sent."""
         found, better, own = self.pair(step, place), form.get("better", ""), form.get("own", "").strip()[:MAX_OWN]
-        if not secrets.compare_digest(form.get("token", ""), self.token) or better not in ("", *LETTERS) or not found:
+        if (
+            not secrets.compare_digest(form.get("token", "").encode(), self.token.encode())
+            or better not in ("", *LETTERS)
+            or not found
+        ):
             raise ValueError("not a form of this page")
         prompt, replies = found
         if better:

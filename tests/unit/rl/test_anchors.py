@@ -178,6 +178,8 @@ def test_supervised_terms_join_the_parts_of_a_step(tmp_path):
         (row("a", "b", "c"), "end with the assistant's"),
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}', "roles and texts"),
         (row("a", "b " * 300), "max_model_len 256"),
+        (row("a", "b")[:-1] + ', "tools": [1]}', "tools must be a list of objects"),
+        (row("a", "b").replace('"content": "b"', '"content": "b", "weight": 0'), "none has weight 0"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(tmp_path, line, told):
@@ -188,6 +190,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, line, told):
 def test_files_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(ConfigError, match="is empty"):
         anchors(tmp_path)
+    assert len(anchors(tmp_path, json.dumps(json.loads(row("a", "b\u2028c")), ensure_ascii=False), "").of_step(0)) == 1
     with pytest.raises(ConfigError, match="No such file"):
         Anchors(AnchorsSection(file=str(tmp_path / "none")), CHAT, Rollouts())
 

@@ -129,7 +129,8 @@ def test_a_judge_that_answers_and_one_that_is_gone():
         assert values(judge(url=url, model="strict"), ["yes"]).values == [0.8]
     assert (asked[0]["model"], asked[0]["temperature"]) == ("strict", 0)
     assert json.loads(asked[0]["messages"][1]["content"])["answer"] == "yes"
-    assert values(judge(), ["yes"]).failures == {"down": 1}
+    for url in ({}, {"url": "http://[::1"}):
+        assert values(judge(**url), ["yes"]).failures == {"down": 1}
 
 
 def test_a_judge_that_is_gone_is_left_alone_for_a_while():

@@ -78,6 +78,7 @@ def test_only_a_form_of_this_server_counts(run):
     for path, form in (
         ("/rate/4/0", {"better": "A"}),
         ("/rate/4/0", {"better": "A", "token": "x"}),
+        ("/rate/4/0", {"better": "A", "token": "é"}),
         ("/rate/4/0", {"better": "C", "token": token}),
         ("/rate/4/1", {"better": "A", "token": token}),
         ("/rate/9/0", {"better": "A", "token": token}),
