@@ -8,6 +8,7 @@ lies beside the weights in reward.json.
 
 import json
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Self
 
@@ -60,7 +61,8 @@ class RewardModel:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """A score for each sequence of token ids, which is a conversation rendered as in training (`conversation_ids`
         of train/data/chat.py): log-odds after calibration. The same call gives the same numbers; the company of other
-        sequences changes them by rounding alone. Raises ConfigError for an empty sequence or an unknown id."""
+        sequences changes them by rounding alone. Raises ConfigError for an empty sequence or an unknown id, CheckpointError for a
+        score that is not finite."""
         largest = self.model.cfg.vocab_size - 1
         for i, ids in enumerate(sequences):
             if not ids or min(ids) < 0 or max(ids) > largest:
@@ -72,6 +74,8 @@ class RewardModel:
             reward_B = last_rewards(self.model, self.model(ids_T, self._view(lengths)), lengths)
             for i, reward in zip(indices, reward_B.tolist(), strict=True):
                 scores[i] = reward / self.calibration.temperature
+        if not all(map(isfinite, scores)):
+            raise CheckpointError("a score of the reward model is not finite: its checkpoint is damaged")
         return scores
 
     def _view(self, lengths: list[int]) -> PackedView:

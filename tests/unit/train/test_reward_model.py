@@ -51,3 +51,11 @@ def test_a_folder_that_is_no_reward_model(folder, tmp_path):
         (folder / FILE).write_text(wrong)
         with pytest.raises(CheckpointError, match=r"reward\.json is damaged"):
             RewardModel.load(folder)
+
+
+def test_a_head_of_no_numbers_has_no_score(tmp_path):
+    model = random_model(3, preset("tiny").replace(value_head=True))
+    with torch.no_grad():
+        model.value_head.weight[0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match="a score of the reward model is not finite"):
+        RewardModel.load(save(model, tmp_path / "damaged")).score([[1, 2]])
