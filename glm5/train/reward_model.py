@@ -61,8 +61,8 @@ class RewardModel:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """A score for each sequence of token ids, which is a conversation rendered as in training (`conversation_ids`
         of train/data/chat.py): log-odds after calibration. The same call gives the same numbers; the company of other
-        sequences changes them by rounding alone. Raises ConfigError for an empty sequence or an unknown id, CheckpointError for a
-        score that is not finite."""
+        sequences changes them by rounding alone. Raises ConfigError for an empty sequence or an unknown id,
+        CheckpointError for a score that is not finite."""
         largest = self.model.cfg.vocab_size - 1
         for i, ids in enumerate(sequences):
             if not ids or min(ids) < 0 or max(ids) > largest:
