@@ -141,7 +141,7 @@ class Judge:
             self._paused_until = self._clock() + PAUSE_S
             if failure := self._last_failure:
                 logger.warning(
-                    "reward.judge: no verdict on a whole group (%s: %.300s), asked again in %g s; the other sources go on",
+                    "reward.judge: no verdict on a whole group (%s: %.300s), asked again in %g s; other sources go on",
                     *(failure.kind, failure, PAUSE_S),
                 )
         return found

@@ -143,7 +143,7 @@ def test_a_judge_that_is_gone_is_left_alone_for_a_while(caplog):
     assert values(of, ["a", "b"]).failures == {"down": 2}
     assert values(of, ["a", "b"]).failures == {"paused": 2}
     assert [one.getMessage() for one in caplog.records] == [
-        "reward.judge: no verdict on a whole group (down: gone), asked again in 60 s; the other sources go on"
+        "reward.judge: no verdict on a whole group (down: gone), asked again in 60 s; other sources go on"
     ]
     now[0] = PAUSE_S
     assert values(of, ["a", "b"]).failures == {"down": 2}
