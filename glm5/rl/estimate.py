@@ -20,6 +20,7 @@ import torch
 
 from glm5.checkpoint.dense_mla import config_to_train
 from glm5.checkpoint.resolve import resolve
+from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.rl import RLRecipe
 from glm5.config.tensors import count_parameters
@@ -60,6 +61,7 @@ def estimate(recipe: RLRecipe) -> str:
     """The text of `--dry-run`. Raises ConfigError for what a run would refuse before its first step."""
     TaskSource(recipe, environments_of(recipe))
     check_teachers(recipe)
+    _check_reward(recipe)
     preset_of(recipe.algorithm.name, recipe.algorithm.parameters)
     cfg, device = model_config(recipe.model), device_of(recipe.device)
     count, available = count_parameters(cfg), device_memory(device)
@@ -139,6 +141,20 @@ def trainer_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
         "process": process_bytes(device_of(recipe.device)),
         **reward_models(recipe),
     }
+
+
+def _check_reward(recipe: RLRecipe) -> None:
+    """ConfigError for a file of `[reward]` that is not there, CheckpointError for a folder."""
+    reward = recipe.reward
+    if reward is None:
+        return
+    for folder in (reward.model.folder if reward.model else None, reward.held_out):
+        if folder and not (resolve(folder) / "reward.json").is_file():
+            raise ConfigError(
+                f"{folder} is no reward model: it has no reward.json, which a stage of kind reward writes"
+            )
+    if reward.anchors and not Path(reward.anchors.file).is_file():
+        raise ConfigError(f"reward.anchors: there is no file {Path(reward.anchors.file).absolute()}")
 
 
 def reward_models(recipe: RLRecipe) -> dict[str, float]:

@@ -60,8 +60,8 @@ def export(cfg: RLExportConfig) -> str:
     kept = [one for of_task in best.values() for one in of_task]
     if not kept:
         raise DataError(
-            f"none of {num_rollouts} rollouts has a reward of {cfg.min_reward:g} or more and a turn to learn from; "
-            "--min-reward takes another"
+            f"none of {num_rollouts} rollouts has a reward of {cfg.min_reward:g} or more and a turn to learn from (one "
+            "that is whole and did not fail); --min-reward takes another reward"
         )
     rows = [row for one in kept for row in one.rows]
     with atomic_write(cfg.out) as handle:

@@ -9,6 +9,7 @@ Whatever is wrong with an answer has a kind (`JudgeFailed`): nothing that a judg
 
 import asyncio
 import json
+import logging
 import re
 import ssl
 import time
@@ -21,6 +22,8 @@ from typing import Any, Literal
 import httpx2
 
 from glm5.config.rl_reward import JudgeSection
+
+logger = logging.getLogger(__name__)
 
 FailureOfJudge = Literal["down", "slow", "large", "nonsense"]
 MAX_SHOWN, MAX_ANSWER = 20_000, 2**20
@@ -122,6 +125,7 @@ class Judge:
     def __init__(self, cfg: JudgeSection, ask: Ask | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.cfg, self._ask, self._clock = cfg, ask or self._endpoint, clock
         self._at_once, self._paused_until = asyncio.Semaphore(cfg.concurrency), -1.0
+        self._last_failure: JudgeFailed | None = None
 
     async def values(self, prompt: Any, answers: Sequence[str], rubric: str = "") -> Verdicts:
         """Judge the answers to a prompt. `rubric`: of the task, before the settings'."""
@@ -135,6 +139,11 @@ class Judge:
             found = await self._compared(prompt, answers, PAIR.format(rubric=rubric))
         if found.failures and all(value is None for value in found.values):
             self._paused_until = self._clock() + PAUSE_S
+            if failure := self._last_failure:
+                logger.warning(
+                    "reward.judge: no verdict on a whole group (%s: %.300s), asked again in %g s; other sources go on",
+                    *(failure.kind, failure, PAUSE_S),
+                )
         return found
 
     async def _scores(self, prompt: str, answers: Sequence[str], system: str) -> Verdicts:
@@ -186,7 +195,7 @@ class Judge:
                 async with self._at_once:
                     return read(await self._ask(system, shown, temperature))
             except JudgeFailed as failure:
-                kind = failure.kind
+                kind, self._last_failure = failure.kind, failure
         failures[kind] += 1
         return None
 

@@ -72,9 +72,12 @@ def conversation_ids(row: Mapping[str, Any], template: ChatTemplate, where: str 
 
 
 def refuse_misspelt_keys(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    """DataError for a key that looks like a misspelt known one. Other unknown keys are ignored."""
+    """DataError for a key that looks like a misspelt known one. Other unknown keys are ignored, published ones such as
+    `prompt_id` among them."""
     for key in given.keys() - set(known):
-        if near := get_close_matches(str(key).lower(), known, n=1, cutoff=0.8):
+        name = str(key).lower()
+        near = get_close_matches(name, known, n=1, cutoff=0.8)
+        if near and not name.startswith((f"{near[0]}_", f"{near[0]}-")):
             raise DataError(f"{where}: got the key {key!r:.40}; the nearest that means something is {near[0]!r}")
 
 

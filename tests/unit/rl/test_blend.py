@@ -15,6 +15,7 @@ from glm5.config.rl import RLRecipe
 from glm5.config.rl_reward import GuardsSection, RewardSection
 from glm5.rl.environments.protocol import Task
 from glm5.rl.environments.table import make
+from glm5.rl.estimate import estimate
 from glm5.rl.figures import _believed
 from glm5.rl.rewards.blend import Blend
 from glm5.rl.rewards.guards import penalties, repeated
@@ -168,6 +169,17 @@ def test_what_makes_no_reward_is_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=told):
             small_recipe(tmp_path, *settings)
+
+
+def test_a_dry_run_refuses_what_is_not_there(tmp_path):
+    (tmp_path / "policy").mkdir()
+    for settings, told in (
+        (f"reward.model.folder='{tmp_path}/policy'", "it has no reward.json"),
+        (f"reward.held_out='{tmp_path}/policy'", "it has no reward.json"),
+        (f"reward.anchors.file='{tmp_path}/none.jsonl'", f"there is no file {tmp_path}/none.jsonl"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            estimate(small_recipe(tmp_path, settings))
 
 
 def test_the_recipe_of_the_guide_is_one():

@@ -133,7 +133,7 @@ def test_a_judge_that_answers_and_one_that_is_gone():
         assert values(judge(**url), ["yes"]).failures == {"down": 1}
 
 
-def test_a_judge_that_is_gone_is_left_alone_for_a_while():
+def test_a_judge_that_is_gone_is_left_alone_for_a_while(caplog):
     now, asked = [0.0], list[str]()
 
     async def ask(*_):
@@ -143,6 +143,9 @@ def test_a_judge_that_is_gone_is_left_alone_for_a_while():
     of = judge(ask, clock=lambda: now[0])
     assert values(of, ["a", "b"]).failures == {"down": 2}
     assert values(of, ["a", "b"]).failures == {"paused": 2}
+    assert [one.getMessage() for one in caplog.records] == [
+        "reward.judge: no verdict on a whole group (down: gone), asked again in 60 s; other sources go on"
+    ]
     now[0] = PAUSE_S
     assert values(of, ["a", "b"]).failures == {"down": 2}
     assert len(asked) == 4

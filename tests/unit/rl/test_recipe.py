@@ -25,7 +25,7 @@ RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("rl-*.toml"))
 def test_every_recipe_loads(path):
     recipe = read_rl_recipe(path)
     assert recipe.name == path.stem
-    if recipe.model.checkpoint is None:  # else another recipe makes what it needs
+    if recipe.model.checkpoint is None and recipe.reward is None:  # else other commands make what it needs
         estimate(recipe)
 
 

@@ -69,6 +69,12 @@ def test_rows_that_are_no_pairs_are_named(template, row, says):
         pair_of(row, template, "row")
 
 
+def test_keys_of_published_rows_are_ignored(template):
+    row = {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}
+    published = {"prompt_id": "7", "messages": row["chosen"], "score_chosen": 8.0, "score_rejected": 3.0}
+    assert pair_of(row | published, template, "row") == pair_of(row, template, "row")
+
+
 def test_a_weight_of_zero_is_context(template):
     turns = [user("a"), assistant("b"), user("c"), assistant("d")]
     by_weight = [turns[0], turns[1] | {"weight": 0}, turns[2], turns[3] | {"weight": 1}]
