@@ -138,6 +138,11 @@ class RewardSection(Section):
         found: dict[SourceName, SourceSection | None] = {"rules": self.rules, "model": self.model, "judge": self.judge}
         return {name: one for name, one in found.items() if one is not None}
 
+    @property
+    def folders(self) -> list[Place]:
+        """Of all outcome reward models, the one that is only shown included."""
+        return [folder for folder in (self.model.folder if self.model else None, self.held_out) if folder]
+
     @model_validator(mode="after")
     def _rewards(self) -> Self:
         if not any(one.weight for one in self.sources.values()):

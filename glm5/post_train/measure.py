@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from glm5.common.errors import ConfigError
 from glm5.config.post_train import PostTrainRecipe, SkillSection
 from glm5.config.rl import EnvironmentSection, RLRecipe
@@ -79,7 +81,7 @@ def measure(
     like, device = as_run(recipe, folder), device_of(recipe.device)
     dtype = "float32" if device.type == "cpu" and not is_quantized else "auto"
     with arithmetic(like, device):
-        engines = Engines(lambda _: _engine(recipe, folder, dtype))
+        engines = Engines(lambda _: _engine(like, folder, device, dtype))
         return asyncio.run(_measured(recipe, PolicyBuilder(like, recipe.folder), engines, seeds))
 
 
@@ -126,8 +128,8 @@ async def _measured(
     }
 
 
-def _engine(recipe: PostTrainRecipe, folder: Path, dtype: str) -> AsyncEngine:
-    cfg, device = recipe.evaluation.rollouts, device_of(recipe.device)
+def _engine(like: RLRecipe, folder: Path, device: torch.device, dtype: str) -> AsyncEngine:
+    cfg = like.rollouts
     return AsyncEngine(
         folder,
         device=str(device),
@@ -137,7 +139,7 @@ def _engine(recipe: PostTrainRecipe, folder: Path, dtype: str) -> AsyncEngine:
         max_num_seqs=AT_ONCE,
         num_speculative_tokens=cfg.num_speculative_tokens,
         adaptive_speculation=False,  # so that what stands of drafts is the MTP layer's merit, not the load's
-        num_threads=threads_of(as_run(recipe, folder), device),
+        num_threads=threads_of(like, device),
     )
 
 

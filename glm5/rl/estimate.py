@@ -148,8 +148,8 @@ def _check_reward(recipe: RLRecipe) -> None:
     reward = recipe.reward
     if reward is None:
         return
-    for folder in (reward.model.folder if reward.model else None, reward.held_out):
-        if folder and not (resolve(folder) / "reward.json").is_file():
+    for folder in reward.folders:
+        if not (resolve(folder) / "reward.json").is_file():
             raise ConfigError(
                 f"{folder} is no reward model: it has no reward.json, which a stage of kind reward writes"
             )
@@ -159,9 +159,8 @@ def _check_reward(recipe: RLRecipe) -> None:
 
 def reward_models(recipe: RLRecipe) -> dict[str, float]:
     """Bytes of the weights of outcome reward models, which stand on the trainer's device; nothing without any."""
-    reward = recipe.reward
-    folders = () if reward is None else (reward.model.folder if reward.model else None, reward.held_out)
-    files = [file for folder in folders if folder for file in Path(folder).glob("*.safetensors")]
+    folders = [] if recipe.reward is None else recipe.reward.folders
+    files = [file for folder in folders for file in Path(folder).glob("*.safetensors")]
     return {"reward models": float(sum(file.stat().st_size for file in files))} if files else {}
 
 

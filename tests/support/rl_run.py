@@ -1,10 +1,13 @@
 """Rollouts that nothing sampled, and the folder of a run that recorded them."""
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
+import httpx
 import numpy as np
 
 from glm5.chat.tokenizer import Tokenizer, train_bpe
@@ -13,6 +16,7 @@ from glm5.rl.records.store import RecordWriter
 from glm5.rl.records.trace import Columns
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.segments import Segment
+from glm5.rl.view.server import serving
 from tests.support.masks import recorded_mask
 
 QUESTION = "Guess 1 to 15"
@@ -112,3 +116,15 @@ def _game(tokens: Tokenizer, random: Random, secret: int, step: int) -> tuple[Ro
             own |= {"advantages": [rollout.reward - 0.4] * count}  # pyright: ignore[reportOperatorIssue]
             own |= {"weights": [0.0 if one else rollout.reward - 0.4 for one in own["masked"]]}  # pyright: ignore[reportOperatorIssue]
     return rollout, columns
+
+
+@contextmanager
+def viewed(out: Path) -> Iterator[httpx.Client]:
+    """A client of the pages of the run in `out`."""
+    with serving(out, "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.server_port}") as client:
+            yield client
+        server.shutdown()
+        thread.join()

@@ -2,16 +2,14 @@
 
 import json
 import re
-import threading
 
-import httpx
 import pytest
 
 from glm5.rl.rewards.anchors import _read
 from glm5.rl.rollout import Group, Rollout
 from glm5.rl.segments import Segment
-from glm5.rl.view.server import MAX_FORM, serving
-from tests.support.rl_run import task_of, write_run
+from glm5.rl.view.server import MAX_FORM
+from tests.support.rl_run import task_of, viewed, write_run
 from tests.unit.rl.test_records import write
 
 
@@ -21,13 +19,8 @@ def run(tmp_path):
     write_run(tmp_path)
     groups = [group(0, "bad <b>", "good", "good"), group(1, "same", "same")]
     write(tmp_path, 4, groups)
-    with serving(tmp_path, "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        with httpx.Client(base_url=f"http://127.0.0.1:{server.server_port}") as client:
-            yield tmp_path, client
-        server.shutdown()
-        thread.join()
+    with viewed(tmp_path) as client:
+        yield tmp_path, client
 
 
 def group(number: int, *said: str) -> Group:

@@ -20,7 +20,7 @@ from glm5.rl.view import pages
 from glm5.rl.view.server import serving
 from glm5.rl.view.tokens import COLOURS, Token, tokens_of
 from glm5.rl.view.tree import tree
-from tests.support.rl_run import random_rollout, task_of, write_run
+from tests.support.rl_run import random_rollout, task_of, viewed, write_run
 from tests.unit.rl.test_records import write
 
 
@@ -29,13 +29,8 @@ def run(tmp_path_factory):
     """The folder of a run, and a client of its pages."""
     out = tmp_path_factory.mktemp("runs") / "guess<1>"
     write_run(out)
-    with serving(out, "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        with httpx.Client(base_url=f"http://127.0.0.1:{server.server_port}") as client:
-            yield out, client
-        server.shutdown()
-        thread.join()
+    with viewed(out) as client:
+        yield out, client
 
 
 def body(text: str) -> ElementTree.Element:
