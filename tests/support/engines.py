@@ -149,9 +149,9 @@ def assert_nothing_left(llm: LLM) -> None:
     assert pool.num_available == pool.num_pages, stats
 
 
-def save_tiny(folder: Path, seed: int) -> Path:
-    """A checkpoint of `random_model(seed)` with a tokenizer, whose end tokens end answers."""
-    cfg = preset("tiny").replace(eos_token_id=tiny_tokenizer().eos_ids)
+def save_tiny(folder: Path, seed: int, **changes) -> Path:
+    """A checkpoint of `random_model(seed)` with a tokenizer, whose end tokens end answers. `changes`: of its config."""
+    cfg = preset("tiny").replace(eos_token_id=tiny_tokenizer().eos_ids, **changes)
     assets = folder.parent / f"{folder.name}-assets"
     tiny_tokenizer().save(assets)
     return save(random_model(seed, cfg), folder, assets=assets)
