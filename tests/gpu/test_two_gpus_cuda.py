@@ -48,8 +48,8 @@ def settings(**changes) -> dict:
 
 
 def test_pushed_weights_answer_to_the_bit_as_loaded_ones(tmp_path):
-    """Ten million parameters. An engine that is killed ends the push, and the next one gets its weights."""
-    cfg = preset("nano")
+    """10.8 million parameters, in many small tensors."""
+    cfg = preset("nano").replace(hidden_size=256, n_routed_experts=64, moe_intermediate_size=64)
     old, new = (random_model(seed, cfg).bfloat16() for seed in (1, 2))
     folders = [save(model, tmp_path / str(number), dtype="bfloat16") for number, model in enumerate((old, new))]
     weights = dict(new.to("cuda:0").state_dict())

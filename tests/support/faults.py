@@ -22,9 +22,9 @@ from glm5.rl.records.store import Records, read_groups
 from glm5.rl.watch import read_lines
 from tests.support.rl_recipe import TEXT
 
-STEPS, GROUPS, STALENESS = 600, 4, 2
+GROUPS, STALENESS = 4, 2
 SETTINGS = (
-    *("asynchronous.max_staleness=2", 'algorithm.name="dis"', f"steps={STEPS}", 'rollouts.devices=["cpu", "cpu"]'),
+    *("asynchronous.max_staleness=2", 'algorithm.name="dis"', 'rollouts.devices=["cpu", "cpu"]'),
     *("rollouts.watchdog_timeout=4", "environment.0.tasks=1000", "evaluation.every=1000", "workers=2"),
     *("records.state_every=3", "trainer.timeout_s=4"),
 )
@@ -129,16 +129,16 @@ class Faults:
             return 0
 
 
-def check(out: Path) -> None:
+def check(out: Path, steps: int) -> None:
     """Every step has its groups, each group was trained once, and no token is too old."""
     numbers: list[int] = []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         groups = read_groups(Records(out), step)
         numbers += [group.number for group in groups]
         for rollout in (one for group in groups for one in group.rollouts if one.is_valid):
             oldest = rollout.tree.oldest_version
             assert oldest is None or 0 <= step - 1 - oldest <= STALENESS, (step, oldest)
-    assert len(numbers) == len(set(numbers)) == STEPS * GROUPS, (len(numbers), len(set(numbers)))
+    assert len(numbers) == len(set(numbers)) == steps * GROUPS, (len(numbers), len(set(numbers)))
 
 
 def quantiles(seconds: Sequence[float]) -> str:
@@ -150,12 +150,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--set", nargs="*", default=[], help="more settings of the recipe")
     args = parser.parse_args()
     with TemporaryDirectory() as folder:
-        faults = Faults(Path(folder), args.seed, args.set)
+        faults = Faults(Path(folder), args.seed, [f"steps={args.steps}", *args.set])
         recovered = faults.run(args.faults)
-        check(faults.out)
+        check(faults.out, args.steps)
     counts = {what: faults.told.count(what) for what in sorted(set(faults.told))}
     print(f"{len(faults.told)} faults: {counts}; to the next trained step {quantiles(recovered)}")
     if faults.ended:
