@@ -49,6 +49,7 @@ from glm5.engine.transport.wire import EngineInfo, Start
 from glm5.engine.weights import Weights
 from glm5.kernels import cpu_layer
 from glm5.kernels.compile_ahead import hash_compiler
+from glm5.kernels.current_device import make_current
 from glm5.kernels.invariant import pass_rows
 from glm5.kernels.kernel_count import start_counting
 from glm5.kernels.triton_support import check_kernel_cache, installed
@@ -126,8 +127,7 @@ def _device(start: Start, rank: int, size: int) -> torch.device:
     check_gpus(start.device, size)
     name = ("cuda" if torch.cuda.is_available() else "cpu") if start.device == "auto" else start.device
     device = parse_device(f"cuda:{rank}" if name == "cuda" and size > 1 else name)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    make_current(device)
     return device
 
 

@@ -11,3 +11,9 @@ def current(device: torch.device) -> Iterator[None]:
     """Inside the block this thread's current GPU is `device`, if it is one."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         yield
+
+
+def make_current(device: torch.device) -> None:
+    """From now on this thread's current GPU is `device`, if it is one; "cuda" without a number already is."""
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
