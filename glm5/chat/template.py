@@ -163,6 +163,8 @@ class ChatTemplate:
         if "image" in self.source:
             return
         for i, message in enumerate(chat):
+            if isinstance(message["content"], str):
+                continue
             kinds = [part.get("type") for part in message["content"] if isinstance(part, dict)]
             if media := [kind for kind in kinds if kind in MEDIA_PARTS]:
                 raise RequestError(

@@ -32,7 +32,6 @@ from glm5.common.errors import CheckpointError, EngineDead, ProcessEnded, Traini
 from glm5.common.garbage import settled
 from glm5.common.interrupt import noted_interrupt
 from glm5.config.rl import RLRecipe
-from glm5.engine import AsyncEngine
 from glm5.kernels.current_device import current
 from glm5.rl.build import Launcher, PolicyBuilder, here
 from glm5.rl.environments.workers import EnvironmentWorkers
@@ -49,7 +48,7 @@ from glm5.rl.rollouts.collect import AnyHarness, Draw, cause_of, collect
 from glm5.rl.rollouts.engines import Engines
 from glm5.rl.rollouts.harness import Harness
 from glm5.rl.rollouts.policy import Policy
-from glm5.rl.rollouts.program import Gateway, Gateways, ProgramHarness
+from glm5.rl.rollouts.program import Gateway, ProgramHarness
 from glm5.rl.rollouts.refill import refilled
 from glm5.rl.services import SERVICES, ServiceSettings, statistics
 from glm5.rl.state import RunState
@@ -69,7 +68,7 @@ T = TypeVar("T")
 FINISHING = "the step is finished and the state written first; a second one ends the run at once"
 
 
-OpenGateway = Callable[[AsyncEngine, ChatTemplate, Tokenizer], AbstractContextManager[Gateway]]
+OpenGateway = Callable[[ChatTemplate, Tokenizer], AbstractContextManager[Gateway]]
 
 
 def run(
@@ -140,7 +139,6 @@ class Run:
         self.number = self.saved = 0
         self.engines: Engines | None = None
         self.open_gateway = open_gateway
-        self.gateways = Gateways(self._open)
         self.teachers = self.builder.teachers(device)
         self.has_restarted, self.meter = False, EngineMeter()
         if saved is not None:
@@ -183,7 +181,8 @@ class Run:
         launcher = partial(self.launcher, "cpu")
         workers = EnvironmentWorkers(names, num_workers=self.recipe.workers, sandbox=self.sandbox, launcher=launcher)
         async with workers as self.workers:
-            with Watch(self.out, self.recipe, self.number) as self.watch, interrupts as interrupted:
+            watch = Watch(self.out, self.recipe, self.number)
+            with watch as self.watch, interrupts as interrupted, self._gateway() as self.gateway:
                 try:
                     await self._alive(self._push, is_dead=True)
                     self.is_predicted = self.rollouts is None or is_predicted(read_metrics(self.out))
@@ -193,7 +192,6 @@ class Run:
                 finally:
                     if self.rollouts is not None:
                         await self.rollouts.cancel()
-                    await asyncio.to_thread(self.gateways.close)
                     if self.engines is not None:
                         await self.engines.close()
                     await self.teachers.close()
@@ -360,7 +358,6 @@ class Run:
     async def _start_engine(self) -> None:
         if self.rollouts is not None:
             await self.rollouts.cancel()
-        await asyncio.to_thread(self.gateways.close)
         if self.engines is not None:
             await self.engines.close()
         self.engines = engines = await asyncio.to_thread(
@@ -379,13 +376,15 @@ class Run:
         await self._push()
 
     def _harness(self, policy: Policy) -> AnyHarness:
-        if self.recipe.agent is None:
+        if self.recipe.agent is None or self.gateway is None:
             return Harness(policy, self.workers, self.builder.chat)
-        return ProgramHarness(policy, self.workers, self.builder.chat, self.gateways, self.recipe.agent)
+        return ProgramHarness(policy, self.workers, self.builder.chat, self.gateway, self.recipe.agent)
 
-    def _open(self, engine: AsyncEngine) -> AbstractContextManager[Gateway]:
+    def _gateway(self) -> AbstractContextManager[Gateway | None]:
+        if self.recipe.agent is None:
+            return nullcontext()
         assert self.open_gateway is not None, "a recipe with an agent needs open_gateway"
-        return self.open_gateway(engine, self.builder.template, self.builder.tokenizer)
+        return self.open_gateway(self.builder.template, self.builder.tokenizer)
 
     def _save(self) -> None:
         rollouts = None if self.rollouts is None else self.rollouts.state()

@@ -12,7 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import suppress
 from typing import Protocol
 
 from glm5.config.rl import AgentSection
@@ -31,35 +31,18 @@ _SHOWN = 300  # characters of an error
 
 
 class Gateway(Protocol):
-    """A server of the policy with sessions, which answers to `key`. `environment`: of this process, for programs."""
+    """A server of all engines with sessions, which answers to `key`. `environment`: of this process, for programs."""
 
     key: str
     environment: Mapping[str, str]
 
-    def begin(self, name: str, ruled: Ruled) -> str:
-        """Begin a session; returns its URL."""
+    def begin(self, name: str, ruled: Ruled, engine: AsyncEngine) -> str:
+        """Begin a session, which this engine answers; returns its URL."""
         ...
 
     def end(self, name: str) -> Session:
         """The session, which ends."""
         ...
-
-
-class Gateways:
-    """A gateway for each engine, which `open_one` opens when it is first asked."""
-
-    def __init__(self, open_one: Callable[[AsyncEngine], AbstractContextManager[Gateway]]) -> None:
-        self._open_one, self._opened = open_one, ExitStack()
-        self._of = dict[AsyncEngine, Gateway]()
-
-    def of(self, engine: AsyncEngine) -> Gateway:
-        if engine not in self._of:
-            self._of[engine] = self._opened.enter_context(self._open_one(engine))
-        return self._of[engine]
-
-    def close(self) -> None:
-        self._of.clear()
-        self._opened.close()
 
 
 class ProgramHarness:
@@ -69,9 +52,9 @@ class ProgramHarness:
     reward: Rewarding | None = None
 
     def __init__(
-        self, policy: Policy, workers: EnvironmentWorkers, chat: TokenChat, gateways: Gateways, cfg: AgentSection
+        self, policy: Policy, workers: EnvironmentWorkers, chat: TokenChat, gateway: Gateway, cfg: AgentSection
     ) -> None:
-        self.policy, self.workers, self._chat, self._gateways, self._cfg = policy, workers, chat, gateways, cfg
+        self.policy, self.workers, self._chat, self._gateway, self._cfg = policy, workers, chat, gateway, cfg
 
     async def play(
         self,
@@ -117,11 +100,10 @@ class ProgramHarness:
         options = {"enable_thinking": self._chat.enable_thinking}
         ruled = Ruled(sampling, options, self.policy.cfg.max_tokens, seed, self.policy.keeps_pages)
         engine, name = self.policy.engines.of(key), f"{seed:x}"
-        gateway = self._gateways.of(engine)
-        url = gateway.begin(name, ruled)
+        url = self._gateway.begin(name, ruled, engine)
         rollout.messages += episode.messages
         try:
-            said = await self._run(gateway, url, episode.messages)
+            said = await self._run(url, episode.messages)
             rollout.messages.append({"role": "assistant", "content": said})
             turn = await episode.step(Reply(said))
             if not turn.is_done:
@@ -133,16 +115,16 @@ class ProgramHarness:
                 return None
             rollout.failure, rollout.failure_reason = failure.kind, failure.reason[:500]
         finally:
-            session = gateway.end(name)
+            session = self._gateway.end(name)
         rollout.tree = session.trained()
         rollout.num_turns = sum(one.is_sampled for one in rollout.tree.segments)
         rollout.metrics["forks"] = float(session.num_forks)
         return rollout
 
-    async def _run(self, gateway: Gateway, url: str, messages: tuple[Message, ...]) -> str:
+    async def _run(self, url: str, messages: tuple[Message, ...]) -> str:
         """What the program says last. Raises EpisodeFailed("harness") where it fails or takes too long."""
         with tempfile.TemporaryDirectory(prefix="glm5-agent-") as folder:
-            keys = {"OPENAI_API_KEY": gateway.key, "ANTHROPIC_API_KEY": gateway.key}
+            keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), self._gateway.key)
             urls = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
             process = await asyncio.create_subprocess_exec(
                 *self._cfg.command,
@@ -150,7 +132,7 @@ class ProgramHarness:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 cwd=folder,
-                env={**gateway.environment, "HOME": folder, **keys, **urls},
+                env={**self._gateway.environment, "HOME": folder, **keys, **urls},
                 start_new_session=True,
                 limit=MAX_OUTPUT,
             )

@@ -135,8 +135,8 @@ def test_answers_of_one_request_are_siblings(seed):
 def test_a_trainer_decides_whether_a_sessions_pages_outlive_pushes(seed, keeps_pages):
     tokenizer = tiny_tokenizer()
     engine, template = RandomEngine(tokenizer, seed), ChatTemplate.bundled("glm-5.2", tokenizer)
-    with gateway(engine, template, tokenizer, environment={}) as opened:
-        url = opened.begin("a", Ruled({}, {}, 64, 5, keeps_pages))
+    with gateway(template, tokenizer, environment={}) as opened:
+        url = opened.begin("a", Ruled({}, {}, 64, 5, keeps_pages), engine)
         headers = {"Authorization": f"Bearer {opened.key}"}
         with httpx.Client(base_url=url.removesuffix("/sessions/a"), headers=headers, timeout=60) as client:
             ask(client, "hi", cache_salt="the agent's")
