@@ -117,8 +117,10 @@ def test_a_reward_model_is_found_by_its_stage_and_nothing_begins_with_it(plan, m
     made.show()
     assert Path(reward.anchors.file).is_file()
     without_measuring(monkeypatch)
-    more = needs_of(made)["rl"].num_bytes - needs_of(plan())["rl"].num_bytes
-    assert more == 2 * count_parameters(preset("tiny")).with_mtp  # bfloat16
+    rewarded, plain = needs_of(made)["rl"], needs_of(plan())["rl"]
+    assert rewarded.num_bytes - plain.num_bytes == 2 * count_parameters(preset("tiny")).with_mtp  # bfloat16
+    # Sampling, three passes' worth of training and one of the engine's replay; the reward model reads once more.
+    assert rewarded.seconds / plain.seconds == pytest.approx(6 / 5)
     with pytest.raises(ConfigError, match="stage rl: start: liking is a reward model"):
         plan(WITH_REWARD.replace('start = "base"', 'start = "liking"'))
     cut = WITH_REWARD[: WITH_REWARD.index('[[stage]]\nname = "rl"')]
