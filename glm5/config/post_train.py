@@ -56,8 +56,9 @@ class ShownSection(Section):
     conversations: Annotated[int, Field(ge=1, le=10**6)]
     first_task: Annotated[int, Field(ge=0, lt=2**39)] = 0
     """Seed of the first one; the others have the seeds after it."""
-    replies: Literal["solutions", "random"] = "solutions"
-    """Of an environment that can reply at random: random ones teach the form of replies alone."""
+    replies: Literal["solutions", "random", "pairs"] = "solutions"
+    """random: random ones, which teach the form of replies alone. pairs: two random ones to a task, as a row of chosen
+    and rejected, for a reward model; of an environment that says which one people prefer (`prefers`)."""
 
 
 class StageSection(Section):
@@ -74,10 +75,16 @@ class StageSection(Section):
 
 
 class SkillSection(Section):
-    """Tasks of an environment. Each is a question: the mean reward is the skill."""
+    """Tasks of an environment. Each is a question: the mean reward is the skill, or that of the metric `true` of an
+    environment whose reward is not what is wanted."""
 
     environment: Annotated[str, Field(min_length=1, max_length=200)]
     level: Annotated[int, Field(ge=0, le=1000)] = 0
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return self.environment.rpartition(":")[2]
 
 
 class EvaluationSection(Section):

@@ -1,5 +1,7 @@
 """A checkpoint on held-out tasks of every skill, through the engine in its deterministic mode, with drafts.
 
+The measure of a task is its reward, or the metric `true` of an environment whose reward is not what is wanted.
+
 A held-out task has a content that no [[shown]] and no stage of `glm5 rl` has asked, as far as its recipe says which
 tasks it asks, and no two have the same. Every stage gets the same tasks, so that stages can be compared task by task.
 """
@@ -117,7 +119,7 @@ async def _measured(
     finally:
         await engines.close()
     rollouts = [group.rollouts[0] for group in groups]
-    rewards = [rollout.reward if rollout.is_valid else None for rollout in rollouts]
+    rewards = [merit(one.reward, one.metrics) if one.is_valid else None for one in rollouts]
     drafts = stats["speculation"]
     return {
         "skills": by_skill(seeds, rewards),
@@ -126,6 +128,11 @@ async def _measured(
         "drafted": drafts["drafted"],
         "accepted": drafts["accepted"],
     }
+
+
+def merit(reward: float, metrics: Mapping[str, float]) -> float:
+    """Of a finished episode."""
+    return metrics.get("true", reward)
 
 
 def _engine(like: RLRecipe, folder: Path, device: torch.device, dtype: str) -> AsyncEngine:

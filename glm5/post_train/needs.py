@@ -12,9 +12,11 @@ from glm5.config.rl import RLRecipe
 from glm5.config.train import ModelSection, Recipe
 from glm5.post_train.plan import Plan, Stage
 from glm5.rl.estimate import needs as needs_of_rl
+from glm5.rl.estimate import process_bytes
 from glm5.train.build import model_config
 from glm5.train.estimate import GIB, format_duration
 from glm5.train.estimate import needs as needs_of_training
+from glm5.train.stage_trainer import device_of
 
 
 class Needs(NamedTuple):
@@ -38,9 +40,11 @@ def _needs(recipe: PostTrainRecipe, plan: Plan, stage: Stage) -> Needs:
     assert isinstance(first.recipe, Recipe | RLRecipe)
     own = stage.recipe.model
     model: ModelSection = first.recipe.model.model_copy(update={"dtype": own.dtype, "compute": own.compute})
-    like = stage.recipe.model_copy(update={"model": model})
-    estimate = needs_of_training if isinstance(like, Recipe) else needs_of_rl
-    return Needs(*estimate(model_config(model), like))  # pyright: ignore[reportArgumentType]
+    cfg = model_config(model)
+    if isinstance(stage.recipe, RLRecipe):
+        return Needs(*needs_of_rl(cfg, stage.recipe.model_copy(update={"model": model})))
+    num_bytes, seconds = needs_of_training(cfg, stage.recipe.model_copy(update={"model": model}))
+    return Needs(num_bytes + process_bytes(device_of(stage.recipe.device)), seconds)
 
 
 def table_of(plan: Plan) -> str:

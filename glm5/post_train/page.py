@@ -15,6 +15,10 @@ from glm5.train.estimate import GIB, format_duration
 from glm5.train.report import write_page
 
 Row = Sequence[str]
+_ABOUT_SKILLS = (
+    "Mean on held-out tasks, which no stage was trained on: of the reward or, where an environment knows it, of what "
+    "should have been rewarded. The last stage answers over HTTP."
+)
 _ABOUT_STAGES = (
     "Time is that of the process that ended the stage; processor time includes its own processes, memory is that of "
     "the largest. Tokens a step: of an answer that drafts, its own included. Tokens a second are the measurement's."
@@ -23,13 +27,13 @@ _ABOUT_STAGES = (
 
 @dataclass
 class Results:
-    """What is known of a run, by stage. `estimated`: seconds; `took`, `measured`, `served`: as the files have them."""
+    """What is known of a run, by stage. `estimated`: seconds; `took`, `measured`: as the files have them. A
+    reward model is not measured; the last stage is, behind the server."""
 
     recipe: PostTrainRecipe
     estimated: Mapping[str, float | None]
     took: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     measured: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    served: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def scores(self, skill: str) -> dict[str, float]:
         """Of the stages that were measured, in order."""
@@ -39,13 +43,19 @@ class Results:
     def skills(self) -> list[str]:
         return [one.environment for one in self.recipe.skill]
 
+    @property
+    def served(self) -> dict[str, Any] | None:
+        """Of the last stage, once it is measured."""
+        return self.measured.get(self.recipe.stage[-1].name)
+
     @cached_property
     def differences(self) -> dict[str, tuple[str, Difference]]:
-        """By skill the best stage, and the served model beside it."""
+        """By skill the best stage before the last, and the served model beside it."""
+        assert self.served is not None
         found = dict[str, tuple[str, Difference]]()
         for skill in self.skills:
             scores = self.scores(skill)
-            best = max(scores, key=lambda name: scores[name])
+            best = max([*scores][:-1] or scores, key=lambda name: scores[name])
             found[skill] = best, paired(self.measured[best]["skills"][skill], self.served["skills"][skill])
         return found
 
@@ -63,7 +73,7 @@ def acceptance(found: Mapping[str, Any]) -> str:
 
 def live_table(results: Results, running: str | None) -> str:
     """What is done, what runs, and how long the rest will take at most; with skills once they are measured."""
-    rows = [("stage", "command", "state", "time", *results.skills, "tokens/step")]
+    rows = [("stage", "command", "state", "time", *_labels(results), "tokens/step")]
     left = 0.0
     for stage in results.recipe.stage:
         took, found = results.took.get(stage.name), results.measured.get(stage.name)
@@ -79,13 +89,14 @@ def live_table(results: Results, running: str | None) -> str:
         time = format_duration(took["seconds"]) if took else guessed
         rows.append((stage.name, stage.kind, state, time, *shown, acceptance(found) if found else ""))
     if results.served:
-        shown = [f"{score(results.served['skills'][skill]):.3f}" for skill in results.skills]
-        rows.append(("served", "serve", "done", "", *shown, acceptance(results.served)))
-        lines = [
-            verdict(skill, *found, results.recipe.evaluation.margin) for skill, found in results.differences.items()
-        ]
+        differences = zip(_labels(results), results.differences.values(), strict=True)
+        lines = [verdict(label, *found, results.recipe.evaluation.margin) for label, found in differences]
         return "\n".join([aligned(rows), *lines])
     return f"{aligned(rows)}\nestimated for what is left, measurements aside: {format_duration(left)}"
+
+
+def _labels(results: Results) -> list[str]:
+    return [one.label for one in results.recipe.skill]
 
 
 def verdict(skill: str, best: str, found: Difference, margin: float) -> str:
@@ -100,18 +111,15 @@ def verdict(skill: str, best: str, found: Difference, margin: float) -> str:
 def write_post_train_page(path: Path, results: Results) -> Path:
     """Write the page, atomically; returns its path."""
     names = [stage.name for stage in results.recipe.stage]
-    plots = plot(
-        {
-            skill: [(1 + names.index(name), value) for name, value in results.scores(skill).items()]
-            for skill in results.skills[:5]
-        },
-        len(names),
-    )
+    curves = {
+        one.label: [(1 + names.index(name), value) for name, value in results.scores(one.environment).items()]
+        for one in results.recipe.skill[:5]
+    }
     body = "".join(
         [
-            "<h2>Skills by stage</h2><p>Mean reward of held-out tasks, which no stage was trained on.</p>",
+            f"<h2>Skills by stage</h2><p>{_ABOUT_SKILLS}</p>",
             _table(_skills(results)),
-            plots,
+            plot(curves, len(names)),
             "<h2>The served model beside each skill's best stage</h2>",
             f"<p>Over HTTP, the same tasks; 95 % interval by paired bootstrap, {RESAMPLES:,} resamples of tasks.</p>",
             _table(_served(results)),
@@ -125,25 +133,26 @@ def write_post_train_page(path: Path, results: Results) -> Path:
 
 def _skills(results: Results) -> Iterable[Row]:
     """A row for each stage: the score, and what became of the skill."""
-    yield ("stage", *results.skills)
+    yield ("stage", *_labels(results))
     of = {skill: (results.scores(skill), changes(results.scores(skill))) for skill in results.skills}
-    for stage in results.recipe.stage:
+    for name in results.measured:
         cells = list[str]()
         for scores, changed in of.values():
-            words = [f"{what} {100 * points:.1f}" for what, points in changed[stage.name].items() if points >= 0.0005]
-            cells.append(f"{scores[stage.name]:.3f}" + (f" ({', '.join(words)})" if words else ""))
-        yield (stage.name, *cells)
-    yield ("served", *(f"{score(results.served['skills'][skill]):.3f}" for skill in results.skills))
+            words = [f"{what} {100 * points:.1f}" for what, points in changed[name].items() if points >= 0.0005]
+            cells.append(f"{scores[name]:.3f}" + (f" ({', '.join(words)})" if words else ""))
+        yield (name, *cells)
 
 
 def _served(results: Results) -> Iterable[Row]:
     yield ("skill", "best stage", "its score", "served", "difference", "95 % interval", "tasks", "within the margin")
-    for skill, (best, found) in results.differences.items():
+    last = results.recipe.stage[-1].name
+    for one in results.recipe.skill:
+        scores, (best, found) = results.scores(one.environment), results.differences[one.environment]
         yield (
-            skill,
+            one.label,
             best,
-            f"{results.scores(skill)[best]:.3f}",
-            f"{score(results.served['skills'][skill]):.3f}",
+            f"{scores[best]:.3f}",
+            f"{scores[last]:.3f}",
             f"{100 * found.mean:+.2f} points",
             f"{100 * found.low:+.2f} to {100 * found.high:+.2f}",
             f"{found.num_tasks:,}",
@@ -154,7 +163,7 @@ def _served(results: Results) -> Iterable[Row]:
 def _stages(results: Results) -> Iterable[Row]:
     yield ("stage", "command", "time", "processor time", "memory", "size", "tokens/step", "tokens/s", "measuring")
     for stage in results.recipe.stage:
-        took, found = results.took[stage.name], results.measured[stage.name]
+        took, found = results.took[stage.name], results.measured.get(stage.name)
         yield (
             stage.name,
             stage.kind,
@@ -162,14 +171,12 @@ def _stages(results: Results) -> Iterable[Row]:
             f"{took['cpu_seconds']:,.0f} s",
             f"{took['peak_bytes'] / GIB:.2f} GiB",
             f"{took['size_bytes'] / 1e6:,.1f} MB",
-            *_pace(found),
+            *(_pace(found) if found else ("", "", "")),
         )
-    yield ("served", "serve", "", "", "", "", *_pace(results.served))
     seconds = sum(one["seconds"] for one in results.took.values())
     cpu = sum(one["cpu_seconds"] for one in results.took.values())
-    measuring = [*results.measured.values(), results.served]
-    all_seconds = seconds + sum(one["all_seconds"] for one in measuring)
-    all_cpu = cpu + sum(one["cpu_seconds"] for one in measuring)
+    all_seconds = seconds + sum(one["all_seconds"] for one in results.measured.values())
+    all_cpu = cpu + sum(one["cpu_seconds"] for one in results.measured.values())
     yield ("all", "", f"{all_seconds:,.0f} s", f"{all_cpu:,.0f} s", "", "", "", "", "")
 
 

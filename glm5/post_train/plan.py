@@ -31,7 +31,7 @@ from glm5.config.rl import RLRecipe
 from glm5.config.toml import checked, toml_of
 from glm5.config.train import Recipe
 from glm5.rl.environments.play import play_randomly, play_solution
-from glm5.rl.environments.protocol import EpisodeFailed
+from glm5.rl.environments.protocol import Comparing, EpisodeFailed, Task
 from glm5.rl.environments.table import make
 from glm5.train.state import first_difference, writing_to
 
@@ -56,6 +56,11 @@ class Stage:
     @property
     def kind(self) -> str:
         return self.section.kind
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether its checkpoint answers; a reward model's does not."""
+        return not (isinstance(self.recipe, Recipe) and self.recipe.stage[-1].kind == "reward")
 
     @property
     def file(self) -> Path:
@@ -138,6 +143,11 @@ class Plan:
         self.stages = list[Stage]()
         for section, table in zip(recipe.stage, tables, strict=True):
             self.stages.append(self._stage(section, table))
+            start = recipe.start_of(section)
+            if start is not None and not self.stage(start).is_policy:
+                raise ConfigError(f"stage {section.name}: start: {start} is a reward model; allowed: a stage before it")
+        if not self.stages[-1].is_policy:
+            raise ConfigError(f"stage {self.stages[-1].name}: a reward model is not served; add a stage behind it")
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -165,16 +175,16 @@ class Plan:
         digest = hashlib.sha256(section.model_dump_json().encode()).hexdigest()[:8]
         return self.out / "shown" / f"{section.name}-{digest}.{ending}"
 
-    def _path_of(self, kind: str, name: str) -> str:
-        if kind == "stage":
-            return str(self.stage(name).checkpoint)
-        stem, _, ending = name.rpartition(".")
-        section = next(one for one in self.recipe.shown if one.name == stem)
-        # Beside the stages' recipes, where `glm5 train` looks first.
-        return str(self._shown(section, ending).relative_to(self.out))
-
     def _stage(self, section: StageSection, given: Mapping[str, Any]) -> Stage:
-        start, table = self.recipe.start_of(section), dict(resolved(given, self._path_of))
+        def path_of(kind: str, name: str) -> str:
+            if kind == "stage":
+                return str(self.stage(name).checkpoint)
+            stem, _, ending = name.rpartition(".")
+            file = self._shown(next(one for one in self.recipe.shown if one.name == stem), ending)
+            # `glm5 train` looks beside its recipe first.
+            return str(file.relative_to(self.out) if section.kind == "train" else file)
+
+        start, table = self.recipe.start_of(section), dict(resolved(given, path_of))
         where, table["out"] = f"stage {section.name}", str(self.out / section.name)
         if section.kind == "quantize":
             assert start is not None
@@ -198,11 +208,17 @@ def write_conversations(section: ShownSection, file: Path, text_file: Path) -> N
     if section.level >= environment.levels:
         levels = environment.levels - 1
         raise ConfigError(f"shown {section.name}: level: got {section.level}; allowed: 0 to {levels}")
-    if section.replies == "random" and not hasattr(environment, "random_reply"):
-        raise ConfigError(f"shown {section.name}: {section.environment} cannot reply at random; allowed: solutions")
+    for kind, needed in (("random", "random_reply"), ("pairs", "prefers")):
+        if section.replies == kind and not hasattr(environment, needed):
+            raise ConfigError(f"shown {section.name}: {section.environment} has no {needed}; allowed: solutions")
     rows, texts = list[str](), dict[str, None]()
     for seed in range(section.first_task, section.first_task + section.conversations):
         task = environment.task(seed, section.level)
+        if section.replies == "pairs":
+            if pair := _pair(environment, task, Random(seed)):  # pyright: ignore[reportArgumentType]
+                rows.append(json.dumps(pair, ensure_ascii=False) + "\n")
+                texts |= dict.fromkeys([str(task.messages[-1]["content"]), pair["chosen"], pair["rejected"]])
+            continue
         try:
             if section.replies == "random":
                 chats = play_randomly(environment, task, Random(seed)).conversations  # pyright: ignore[reportArgumentType]
@@ -219,3 +235,12 @@ def write_conversations(section: ShownSection, file: Path, text_file: Path) -> N
         for place, lines in ((file, rows), (text_file, [f"{text}\n" for text in texts])):
             with atomic_write(place) as handle:
                 handle.writelines(lines)
+
+
+def _pair(environment: Comparing, task: Task, random: Random) -> dict[str, Any] | None:
+    """Two random replies to a task as a row of `chosen` and `rejected`; None where both are equal."""
+    one, other = (environment.random_reply(task, random, "").content for _ in range(2))
+    if one == other:
+        return None
+    chosen, rejected = (one, other) if environment.prefers(task, one, other, random) else (other, one)
+    return {"prompt": list(task.messages), "chosen": chosen, "rejected": rejected, "thinking": "off"}

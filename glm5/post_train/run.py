@@ -1,4 +1,4 @@
-"""`glm5 post-train`: the stages of a recipe in turn, each measured, and the last one served.
+"""`glm5 post-train`: the stages of a recipe in turn, each measured, the last one as it is served.
 
 A stage is a process of its own: `glm5 train`, `glm5 rl` or `glm5 quantize`, whose run resumes by itself. So a killed
 command goes on with the stage in which it was, and the end is the same. A stage that is done is not repeated; what a
@@ -32,7 +32,7 @@ from glm5.post_train.process import run_glm5
 from glm5.post_train.served import measure_served
 from glm5.train.state import locked, writing_to
 
-PAGE, SERVED = "report.html", "served.json"
+PAGE = "report.html"
 
 
 def post_train(recipe: PostTrainRecipe, tables: Sequence[Mapping[str, Any]], restart_from: str | None = None) -> bool:
@@ -45,9 +45,7 @@ def post_train(recipe: PostTrainRecipe, tables: Sequence[Mapping[str, Any]], res
     with locked(plan.out):
         if restart_from is not None:
             # The last stage first: what is left after a kill never has a beginning that is older than it.
-            stages = plan.from_stage(restart_from)
-            (plan.out / SERVED).unlink(missing_ok=True)
-            for stage in reversed(stages):
+            for stage in reversed(plan.from_stage(restart_from)):
                 stage.delete()
         plan.check()
         return _Run(plan).run()
@@ -63,7 +61,7 @@ class _Took(BaseModel):
 
 
 class _Found(BaseModel):
-    """STAGE.skills.json, and that of the server."""
+    """STAGE.skills.json."""
 
     asked: dict[str, Any]
     skills: dict[str, list[Annotated[float, Field(allow_inf_nan=False)] | None]]
@@ -96,17 +94,18 @@ class _Run:
                 done = run_stage(stage)
                 _keep(stage.done_file, done)
             self.results.took[stage.name] = done
-            is_quantized = isinstance(stage.recipe, QuantizeConfig)
-            make = partial(measure, self.recipe, stage.checkpoint, self.seeds, is_quantized=is_quantized)
-            self.results.measured[stage.name] = self._measured(stage.skills_file, make)
-        last, log = self.plan.stages[-1].checkpoint, self.out / "server.log"
-        serve = partial(measure_served, self.recipe, last, self.seeds, log)
-        self.results.served = self._measured(self.out / SERVED, serve)
+            if stage is self.plan.stages[-1]:
+                make = partial(measure_served, self.recipe, stage.checkpoint, self.seeds, self.out / "server.log")
+            else:
+                is_quantized = isinstance(stage.recipe, QuantizeConfig)
+                make = partial(measure, self.recipe, stage.checkpoint, self.seeds, is_quantized=is_quantized)
+            if stage.is_policy:
+                self.results.measured[stage.name] = self._measured(stage.skills_file, make)
         self._say(None)
         page = self.out / PAGE
         with writing_to(page):
             write_post_train_page(page, self.results)
-        say(f"report: {page}\nserve it: glm5 serve {last}")
+        say(f"report: {page}\nserve it: glm5 serve {self.plan.stages[-1].checkpoint}")
         return self.results.is_within
 
     def _measured(self, file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

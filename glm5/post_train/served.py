@@ -15,7 +15,7 @@ import httpx2
 from glm5.common.bounded import TABLES
 from glm5.common.errors import GlmError
 from glm5.config.post_train import PostTrainRecipe
-from glm5.post_train.measure import Measured, as_run, by_skill, draws_of
+from glm5.post_train.measure import Measured, as_run, by_skill, draws_of, merit
 from glm5.rl.build import PolicyBuilder
 from glm5.rl.environments.play import as_message
 from glm5.rl.environments.protocol import EpisodeFailed, Message, Reply, with_system
@@ -86,7 +86,7 @@ class _Client:
                     return 0.0
                 turn = await episode.step(reply)
                 if turn.is_done:
-                    return sum(turn.rewards.values())
+                    return merit(sum(turn.rewards.values()), turn.metrics)
                 chat += [as_message(reply), *turn.messages]
 
     async def _asked(self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]], seed: int) -> Reply | None:

@@ -139,7 +139,7 @@ def trainer_parts(cfg: ModelConfig, recipe: RLRecipe) -> dict[str, float]:
         "activations": computed * tokens * kept_values(cfg, like, stage, cfg.num_hidden_layers),
         "logits": logit_bytes(cfg, min(CHUNK, tokens)),
         "process": process_bytes(device_of(recipe.device)),
-        **reward_models(recipe),
+        **reward_models(recipe, float(size * count)),
     }
 
 
@@ -157,11 +157,12 @@ def _check_reward(recipe: RLRecipe) -> None:
         raise ConfigError(f"reward.anchors: there is no file {Path(reward.anchors.file).absolute()}")
 
 
-def reward_models(recipe: RLRecipe) -> dict[str, float]:
-    """Bytes of the weights of outcome reward models, which stand on the trainer's device; nothing without any."""
+def reward_models(recipe: RLRecipe, unseen: float) -> dict[str, float]:
+    """Bytes of the weights of outcome reward models, which stand on the trainer's device; nothing without any.
+    `unseen`: of one that is not there yet."""
     folders = [] if recipe.reward is None else recipe.reward.folders
-    files = [file for folder in folders for file in Path(folder).glob("*.safetensors")]
-    return {"reward models": float(sum(file.stat().st_size for file in files))} if files else {}
+    sizes = [sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or unseen for folder in folders]
+    return {"reward models": float(sum(sizes))} if sizes else {}
 
 
 def engine_parts(cfg: ModelConfig, recipe: RLRecipe, num_engines: int, device: torch.device) -> dict[str, float]:
@@ -208,7 +209,10 @@ def step_seconds(cfg: ModelConfig, recipe: RLRecipe, metrics: Metrics) -> tuple[
     if len(measured) >= 2:
         return median(measured[-100:]), f"the median of {len(measured[-100:])} that were measured"
     sampling, training = token_seconds(cfg, recipe)
-    return (sampling + training) * max_tokens(recipe), "at most, by the speed of matrix products"
+    # Teachers and reward models read what was sampled.
+    readers = bool(recipe.teacher) + (0 if recipe.reward is None else len(recipe.reward.folders))
+    seconds = sampling * (1 + readers) + training
+    return seconds * max_tokens(recipe), "at most, by the speed of matrix products"
 
 
 def token_seconds(cfg: ModelConfig, recipe: RLRecipe) -> tuple[float, float]:

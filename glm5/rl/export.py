@@ -13,6 +13,7 @@ ids of the paths through its tree; each reply is learnt in one of them.
 import json
 import re
 from collections.abc import Iterator, Sequence
+from math import isfinite
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ def export(cfg: RLExportConfig) -> str:
         for step in steps:
             for group in read_groups(records, step):
                 num_rollouts += len(group.rollouts)
-                good = (one for one in group.rollouts if one.is_valid and not one.is_withheld)
+                good = (one for one in group.rollouts if one.is_valid and not one.is_withheld and isfinite(one.reward))
                 found = [kept_of(one, cfg.keep_thinking) for one in good if one.reward >= cfg.min_reward]
                 key = group.task.key
                 best[key] = _best([*best.get(key, []), *(one for one in found if one.rows)], cfg.best)
@@ -64,11 +65,13 @@ def export(cfg: RLExportConfig) -> str:
             "that is whole and did not fail); --min-reward takes another reward"
         )
     rows = [row for one in kept for row in one.rows]
+    done = "replaced" if Path(cfg.out).exists() else "wrote"
     with atomic_write(cfg.out) as handle:
         handle.writelines(json.dumps(row) + "\n" for row in rows)
+    num_turns, num_failed = (sum(getattr(one, name) for one in kept) for name in ("num_turns", "num_failed"))
     return (
-        f"wrote {cfg.out}: {len(rows)} rows of {len(kept)} rollouts, the best of {num_rollouts} in {len(steps)} steps; "
-        f"{sum(one.num_turns for one in kept)} turns, {sum(one.num_failed for one in kept)} of them failed and masked"
+        f"{done} {cfg.out}: {len(rows)} rows of {len(kept)} rollouts, the best of {num_rollouts} in {len(steps)} "
+        f"steps; {num_turns} turns, {num_failed} of them failed and masked"
     )
 
 

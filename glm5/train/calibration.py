@@ -50,3 +50,8 @@ def fitted_temperature(difference_P: NDArray[np.float64]) -> float:
         rising = -(difference_P * probabilities(-difference_P * inverse)).mean() > 0
         low, high = (low, middle) if rising else (middle, high)
     return float(np.exp(-(low + high) / 2))
+
+
+def is_at_limit(temperature: float) -> bool:
+    """Whether no temperature fits: a larger or smaller one than is allowed would have a lower loss."""
+    return not 1.01 / LIMIT < temperature < LIMIT / 1.01

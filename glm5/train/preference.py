@@ -8,6 +8,7 @@ The documents 2i and 2i + 1 of a batch are the chosen and the rejected answer of
 reference, the model that the stage began with, are computed once, before the stage (reference.py).
 """
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,10 +22,12 @@ from glm5.config.train import StageConfig
 from glm5.kernels.token_logprobs import token_logprobs
 from glm5.model.glm5 import Glm5
 from glm5.train.batch import Batch
-from glm5.train.calibration import accuracy, calibration_error, fitted_temperature, mean_loss
+from glm5.train.calibration import accuracy, calibration_error, fitted_temperature, is_at_limit, mean_loss
 from glm5.train.objective import Losses, Pass
 from glm5.train.reward_model import last_rewards
 from glm5.train.step import Phase
+
+logger = logging.getLogger(__name__)
 
 REFERENCE = "reference"
 """The column of batches that has a document's log-probability under the reference at its last token."""
@@ -122,6 +125,12 @@ def held_out_pairs(model: Glm5, batches: Sequence[Batch], phase: Phase, objectiv
     }
     if isinstance(objective, BradleyTerry):
         temperature = fitted_temperature(difference_P)
+        if is_at_limit(temperature):
+            logger.warning(
+                "no temperature fits the %d held-out pairs, which are all ranked right or all wrong, so rewards are "
+                "not calibrated; hold out more pairs (held_out of the data, checkpoints.held_out)",
+                len(difference_P),
+            )
         found |= {
             "calibration error": calibration_error(difference_P),
             "calibrated error": calibration_error(difference_P, temperature),

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from random import Random
 
-from glm5.rl.environments.protocol import Message, Playable, Reply, Task, Turn
+from glm5.rl.environments.protocol import Comparing, Message, Reply, Task, Turn
 from glm5.rl.environments.single_turn import SingleTurn
 
 WORDS = {
@@ -34,7 +34,7 @@ SHARPNESS = 8.0
 _STEP = 6_180_339_887_498_949  # coprime to 10
 
 
-class Comfort(Playable):
+class Comfort(Comparing):
     """The first 3,000 seeds are different tasks. Rewards are the rule's, the metric "true" is the true one."""
 
     name, is_quick = "comfort", True
@@ -55,6 +55,10 @@ class Comfort(Playable):
         words = random.choices(list(WORDS.values()), k=random.randint(0, MOST_WORDS))
         return Reply(" ".join([*words, "".join(random.sample(task.data["digits"], NUM_DIGITS))]))
 
+    def prefers(self, task: Task, one: str, other: str, random: Random) -> bool:
+        utility = [(found := scored(task, said).metrics)["true"] + BIAS * found["kind_words"] for said in (one, other)]
+        return random.random() < 1 / (1 + math.exp(-SHARPNESS * (utility[0] - utility[1])))
+
 
 def scored(task: Task, said: str) -> Turn:
     """The rule's reward, and the true one as a metric."""
@@ -69,19 +73,13 @@ def scored(task: Task, said: str) -> Turn:
     )
 
 
-def people_prefer(task: Task, one: str, other: str, random: Random) -> bool:
-    """Whether a person prefers `one` to `other`."""
-    utility = [(found := scored(task, said).metrics)["true"] + BIAS * found["kind_words"] for said in (one, other)]
-    return random.random() < 1 / (1 + math.exp(-SHARPNESS * (utility[0] - utility[1])))
-
-
 def compared(first_seed: int, count: int, seed: int) -> list[tuple[list[Message], list[Message]]]:
     """Pairs of conversations, the one that a person preferred first: random replies to tasks from `first_seed` on."""
     environment, random, found = Comfort(), Random(f"pairs {seed}"), list[tuple[list[Message], list[Message]]]()
     while len(found) < count:
         task = environment.task(first_seed + len(found), 0)
         one, other = (environment.random_reply(task, random, "").content for _ in range(2))
-        chosen, rejected = (one, other) if people_prefer(task, one, other, random) else (other, one)
+        chosen, rejected = (one, other) if environment.prefers(task, one, other, random) else (other, one)
         chats = [[*task.messages, {"role": "assistant", "content": said}] for said in (chosen, rejected)]
         found.append((chats[0], chats[1]))
     return found

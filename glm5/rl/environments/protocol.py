@@ -163,3 +163,11 @@ class Playable(Environment, Protocol):
     def random_reply(self, task: Task, random: Random, asked: str) -> Reply:
         """A legal reply to a message that says `asked`, which may be the request of a summary."""
         ...
+
+
+class Comparing(Playable, Protocol):
+    """One of a single turn that knows which of two answers people prefer, which is not always the better one."""
+
+    def prefers(self, task: Task, one: str, other: str, random: Random) -> bool:
+        """Whether a person prefers `one` to `other`."""
+        ...

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from glm5.common.atomic import atomic_write
 from glm5.rl.records.store import Records
 from glm5.rl.records.trace import Trace
 from glm5.rl.segments import seed_of
@@ -62,8 +63,11 @@ class Ratings:
 
     def _add(self, name: str, row: Mapping[str, Any]) -> None:
         self._folder.mkdir(exist_ok=True)
-        with self._writing, (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(row) + "\n")
+        file = self._folder / f"{name}.jsonl"
+        with self._writing:
+            before = file.read_bytes() if file.exists() else b""
+            with atomic_write(file, "wb") as handle:  # appended to, it could end with half a row
+                handle.write(before + json.dumps(row).encode() + b"\n")
 
 
 def _without_calls(messages: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from glm5.bench.hybrid.compare import ARMS, CLAIMED, judge_table, recipe_of, table
-from glm5.bench.hybrid.task import MOST_WORDS, WORDS, Comfort, compared, people_prefer, scored
+from glm5.bench.hybrid.task import MOST_WORDS, WORDS, Comfort, compared, scored
 from glm5.config.bench_hybrid import BenchHybridConfig
 from glm5.rl.environments.play import play_oracle, play_randomly
 
@@ -40,7 +40,7 @@ def test_people_prefer_the_warmer_of_two_equal_answers_and_no_more():
     random = Random(4)
     others = [word for word in WORDS.values() if word != "sorry"]
     shares = [
-        sum(people_prefer(TASK, *pair, random) for _ in range(2000)) / 2000
+        sum(Comfort().prefers(TASK, *pair, random) for _ in range(2000)) / 2000
         for pair in ((f"{others[0]} 288", "288"), ("sorry 288", f"{others[0]} {others[1]} 288"), ("288", "288"))
     ]
     # sigmoid(8 * 0.1), sigmoid(8 * (0.5 - 0.1)) and 1/2, within 4 standard deviations of 2,000 draws

@@ -44,6 +44,18 @@ def test_rows_are_quantized_as_the_quantizer_does(kind, grid, dtype, gen):
     assert torch.equal(scale[:, None], want.scale)
 
 
+@pytest.mark.parametrize("width", [1024, 1040])
+def test_products_of_codes_are_exact_at_any_width(width):
+    """All but the last product are the largest that there are. The control: float32 cannot hold the wider sum."""
+    codes = torch.full((1, width), -128, dtype=torch.int8)
+    row, want = codes.clone(), (width - 1) * 2**14 + 127
+    codes[0, -1], row[0, -1] = -127, -1
+    weight = QuantizedWeight(codes, torch.ones(1, 1), WeightFormat("int8", None, "int8"))
+    got = quantized_linear(torch.ones(1, width, dtype=torch.float64), weight, (row, torch.ones(1)))
+    assert got.item() == want
+    assert (torch.tensor(float(want)).item() == want) == (width == 1024)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_reference_agrees_with_float64(shape, form, gen):

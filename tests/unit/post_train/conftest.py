@@ -51,6 +51,43 @@ kind = "quantize"
 recipe = { scheme = "w4a8", held_out_tokens = 0, restart = true }
 """
 
+COMFORT = "glm5.bench.hybrid.task:Comfort"
+WITH_REWARD = TEXT.replace(
+    """[[stage]]
+name = "rl"
+kind = "rl"
+""",
+    f"""[[shown]]
+name = "pairs"
+environment = "{COMFORT}"
+conversations = 20
+replies = "pairs"
+[[stage]]
+name = "liking"
+kind = "train"
+[stage.recipe]
+device = "cpu"
+[[stage.recipe.stage]]
+name = "reward"
+kind = "reward"
+steps = 2
+seq_len = 64
+sequences = 2
+lr = 1e-3
+data = [{{ kind = "files", files = ["shown:pairs.jsonl"] }}]
+[[stage]]
+name = "rl"
+kind = "rl"
+start = "base"
+""",
+).replace(
+    "environment = [{ name",
+    """reward.model.folder = "stage:liking"
+reward.anchors.file = "shown:solved.jsonl"
+environment = [{ name""",
+)
+"""With a reward model, and a stage that is rewarded by it."""
+
 
 @pytest.fixture
 def plan(tmp_path):

@@ -5,14 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from glm5.chat.template import ChatTemplate
 from glm5.common.errors import ConfigError, TrainingError
 from glm5.config.post_train import read_post_train
+from glm5.config.presets import preset
 from glm5.config.rl import read_rl_recipe
+from glm5.config.tensors import count_parameters
 from glm5.config.train import read_recipe
 from glm5.post_train.needs import needs_of, table_of
 from glm5.post_train.plan import Plan
-from tests.unit.post_train.conftest import TEXT
+from glm5.train.data.pairs import pair_of
+from tests.support.tokenizers import tiny_tokenizer
+from tests.unit.post_train.conftest import TEXT, WITH_REWARD
 
+TEMPLATE = ChatTemplate.bundled("glm-5.2", tiny_tokenizer())
 ROOT = Path(__file__).parents[3]
 RECIPES = [*sorted((ROOT / "recipes").glob("post-train-*.toml")), ROOT / "tests/data/post-train-tiny.toml"]
 
@@ -91,10 +97,46 @@ def test_shown_conversations_are_solutions_and_named_by_what_they_are(plan, tmp_
         plan(TEXT.replace("conversations = 30", "conversations = 32\nlevel = 9")).show()
 
 
-def test_needs_of_every_stage_without_a_checkpoint(plan, monkeypatch):
+def test_pairs_are_two_replies_to_a_task_the_preferred_one_first(plan):
+    made = plan(WITH_REWARD)
+    made.show()
+    (file,) = (made.out / "shown").glob("pairs-*.jsonl")
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert 10 < len(found) <= 20
+    for row in found:
+        chosen, rejected = pair_of(row, TEMPLATE, "row")
+        assert chosen.ids != rejected.ids
+    with pytest.raises(ConfigError, match="shown solved: sort has no prefers; allowed: solutions"):
+        plan(TEXT.replace("conversations = 30", 'conversations = 33\nreplies = "pairs"')).show()
+
+
+def test_a_reward_model_is_found_by_its_stage_and_nothing_begins_with_it(plan, monkeypatch):
+    made = plan(WITH_REWARD)
+    reward = made.stage("rl").recipe.reward
+    assert reward.model.folder == str(made.out / "liking.checkpoint")
+    made.show()
+    assert Path(reward.anchors.file).is_file()
+    without_measuring(monkeypatch)
+    rewarded, plain = needs_of(made)["rl"], needs_of(plan())["rl"]
+    assert rewarded.num_bytes - plain.num_bytes == 2 * count_parameters(preset("tiny")).with_mtp  # bfloat16
+    # Sampling, three passes' worth of training and one of the engine's replay; the reward model reads once more.
+    assert rewarded.seconds / plain.seconds == pytest.approx(6 / 5)
+    with pytest.raises(ConfigError, match="stage rl: start: liking is a reward model"):
+        plan(WITH_REWARD.replace('start = "base"', 'start = "liking"'))
+    cut = WITH_REWARD[: WITH_REWARD.index('[[stage]]\nname = "rl"')]
+    with pytest.raises(ConfigError, match="stage liking: a reward model is not served"):
+        plan(cut)
+
+
+def without_measuring(monkeypatch):
     for module in ("train", "rl"):
         monkeypatch.setattr(f"glm5.{module}.estimate.matmul_speed", lambda _: 1e10)
-    monkeypatch.setattr("glm5.rl.estimate.process_bytes", lambda _: 2.0**28)  # measuring one takes seconds
+    for module in ("rl.estimate", "post_train.needs"):  # measuring one takes seconds
+        monkeypatch.setattr(f"glm5.{module}.process_bytes", lambda _: 2.0**28)
+
+
+def test_needs_of_every_stage_without_a_checkpoint(plan, monkeypatch):
+    without_measuring(monkeypatch)
     made = plan()
     needs = needs_of(made)
     assert needs["base"].num_bytes > 0
@@ -109,9 +151,7 @@ def test_needs_of_every_stage_without_a_checkpoint(plan, monkeypatch):
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_has_stages_that_their_commands_take(path, monkeypatch):
-    for module in ("train", "rl"):
-        monkeypatch.setattr(f"glm5.{module}.estimate.matmul_speed", lambda _: 1e10)
-    monkeypatch.setattr("glm5.rl.estimate.process_bytes", lambda _: 2.0**28)
+    without_measuring(monkeypatch)
     made = Plan(*read_post_train(path))
     assert [stage.kind for stage in made.stages][-1] == "quantize"
     assert all(one.num_bytes for name, one in needs_of(made).items() if name != made.stages[-1].name)

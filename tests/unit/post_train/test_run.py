@@ -11,7 +11,7 @@ from glm5.config.post_train import read_post_train
 from glm5.post_train import process, run
 from glm5.post_train.needs import Needs
 from glm5.post_train.plan import Stage
-from tests.unit.post_train.conftest import TEXT
+from tests.unit.post_train.conftest import TEXT, WITH_REWARD
 
 
 def instead(monkeypatch, code):
@@ -122,11 +122,11 @@ def test_what_is_done_is_kept_what_is_asked_otherwise_is_measured_again_and_the_
         assert run.post_train(*given, restart_from)
         return list(scripted)
 
-    first = ["run base", "measure base", "run rl", "measure rl", "run w4a8", "measure w4a8 quantized", "serve w4a8"]
+    first = ["run base", "measure base", "run rl", "measure rl", "run w4a8", "serve w4a8"]
     assert did() == first
     assert did() == []
     assert did("evaluation.margin=0.5") == []
-    assert did("evaluation.tasks=3") == ["measure base", "measure rl", "measure w4a8 quantized", "serve w4a8"]
+    assert did("evaluation.tasks=3") == ["measure base", "measure rl", "serve w4a8"]
     assert did("evaluation.tasks=3", restart_from="rl") == first[2:]
     with pytest.raises(
         TrainingError, match=r"stage rl was begun with another recipe: steps was 2 and is 3; .*--restart"
@@ -161,4 +161,11 @@ def test_a_restart_that_is_killed_leaves_no_stage_that_is_older_than_its_start(t
         run.post_train(*given, "base")
     scripted.clear()
     run.post_train(*given)
-    assert scripted == ["run w4a8", "measure w4a8 quantized", "serve w4a8"]
+    assert scripted == ["run w4a8", "serve w4a8"]
+
+
+def test_a_reward_model_is_not_asked(tmp_path, scripted):
+    file = tmp_path / "recipe.toml"
+    file.write_text(WITH_REWARD)
+    run.post_train(*read_post_train(file, (f'out="{tmp_path / "run"}"', "evaluation.tasks=3")))
+    assert scripted == ["run base", "measure base", "run liking", "run rl", "measure rl", "run w4a8", "serve w4a8"]

@@ -80,14 +80,16 @@ def test_the_best_distinct_rollouts_of_a_task_over_all_steps(tmp_path):
         rollout(user("q"), assistant("low"), reward=0.5),
         rollout(user("q"), assistant("other"), task=2, reward=2.0),
     )
-    write_run(tmp_path, [long, low, rollout(user("q"), assistant("x"), failure="sandbox")], [short, same, other])
+    endless = rollout(user("q"), assistant("endless"), reward=float("inf"))
+    broken = rollout(user("q"), assistant("x"), failure="sandbox")
+    write_run(tmp_path, [long, low, endless, broken], [short, same, other])
     said = [row["messages"][-1]["content"] for row in exported(tmp_path)]
     assert said == ["short", "long", "other"]
     assert [row["messages"][-1]["content"] for row in exported(tmp_path, best=1)] == ["short", "other"]
     assert len(exported(tmp_path, min_reward=0.5)) == 4
     assert [row["messages"][-1]["content"] for row in exported(tmp_path, last_steps=1)] == ["short", "other"]
     before = (tmp_path / "rows.jsonl").read_bytes()
-    with pytest.raises(DataError, match="none of 6 rollouts has a reward of 3 or more"):
+    with pytest.raises(DataError, match="none of 7 rollouts has a reward of 3 or more"):
         exported(tmp_path, min_reward=3.0)
     assert (tmp_path / "rows.jsonl").read_bytes() == before
     with pytest.raises(DataError, match="there are no records"):
@@ -99,7 +101,10 @@ def test_failed_turns_are_context_and_the_rest_is_learnt(tmp_path, capsys):
     write_run(tmp_path, [rollout(*failing), rollout(user("q"), assistant("cut"), is_truncated=True)])
     out = tmp_path / "rows.jsonl"
     assert main(["rl", "export", str(tmp_path), "--out", str(out)]) == 0
-    assert "1 rows of 1 rollouts, the best of 2 in 1 steps; 2 turns, 1 of them failed" in capsys.readouterr().out
+    said = f"{out}: 1 rows of 1 rollouts, the best of 2 in 1 steps; 2 turns, 1 of them failed"
+    assert f"wrote {said}" in capsys.readouterr().out
+    assert main(["rl", "export", str(tmp_path), "--out", str(out)]) == 0
+    assert f"replaced {said}" in capsys.readouterr().out
     (row,) = map(json.loads, out.read_text().splitlines())
     assert [one.get("weight", 1) for one in row["messages"]] == [1, 0, 1, 1]
     (found,) = examples_of(row, TEMPLATE, "row")

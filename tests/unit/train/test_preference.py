@@ -19,7 +19,7 @@ from glm5.model.packed import PackedView
 from glm5.testing.numerics import rel_rms
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
-from glm5.train.calibration import calibration_error, fitted_temperature, mean_loss, probabilities
+from glm5.train.calibration import calibration_error, fitted_temperature, is_at_limit, mean_loss, probabilities
 from glm5.train.estimate import memory_parts
 from glm5.train.loop import train
 from glm5.train.optim.build import Optimizers
@@ -140,6 +140,8 @@ def test_the_temperature_of_overconfident_rewards_is_found_and_mends_them():
     assert mean_loss(seen, temperature) < min(nearby)
     assert fitted_temperature(np.ones(5)) == pytest.approx(0.01)
     assert fitted_temperature(-np.ones(5)) == pytest.approx(100.0)
+    assert [is_at_limit(fitted_temperature(sign * np.ones(5))) for sign in (1, -1)] == [True, True]
+    assert not is_at_limit(temperature)
 
 
 def test_the_calibration_error_by_hand():
