@@ -23,9 +23,9 @@ OVER, SHARE = 5, 0.95
 
 
 def smoothed(lines: Lines, name: str) -> list[float]:
-    """The mean of the last five steps, at each."""
-    values = [one.get(name, math.nan) for one in lines]
-    return [fmean(values[max(0, last - OVER + 1) : last + 1]) for last in range(len(values))]
+    """The mean of the last five steps that have it, at each; 0 where none has."""
+    windows = (lines[max(0, last - OVER + 1) : last + 1] for last in range(len(lines)))
+    return [fmean([one[name] for one in some if name in one] or [0.0]) for some in windows]
 
 
 def seconds_to(lines: Lines, name: str, goal: float) -> float | None:
