@@ -1,5 +1,5 @@
 """Conversations that a model is first taught on, and that a tokenizer is learnt from: with replies that are random but
-legal, or the solution where an environment has no random ones."""
+legal, or the solution where an environment has no random ones. Programs of solutions run in boxes."""
 
 import os
 import signal
@@ -21,6 +21,7 @@ from glm5.chat.tokenizer import Tokenizer
 from glm5.common.errors import ConfigError, TrainingError
 from glm5.common.interrupt import end_with_parent
 from glm5.config.rl import RLRecipe, Rollouts
+from glm5.rl.environments.boxes import Boxes
 from glm5.rl.environments.mixture import Mixture
 from glm5.rl.environments.play import play_randomly, play_solution
 from glm5.rl.environments.protocol import Environment, EpisodeFailed, Message, Reply, Task, with_system
@@ -28,6 +29,8 @@ from glm5.rl.environments.table import make
 from glm5.rl.rollout import Rollout
 from glm5.rl.rollouts.chat import TokenChat
 from glm5.rl.rollouts.conversation import GO_ON, REQUEST, Conversation
+from glm5.rl.sandbox.choice import choose_backend
+from glm5.rl.sandbox.sandbox import SandboxFailed
 from glm5.rl.segments import Segment
 from glm5.rl.tasks import TaskSource
 from glm5.rl.training.sequences import sequences_of
@@ -46,7 +49,8 @@ class ShownGames:
     """Of a recipe: environments by weight, the tasks of each in turn."""
 
     def __init__(self, recipe: RLRecipe, environments: Mapping[str, Environment], tasks: TaskSource) -> None:
-        self._recipe, self._environments, self._tasks = recipe, environments, tasks
+        self._recipe, self._tasks = recipe, tasks
+        self._environments = {name: _playable(name, one, tasks) for name, one in environments.items()}
         self._mixture = Mixture({one.name: one.weight for one in recipe.environment})
         self._compacts = recipe.rollouts.context is not None and recipe.rollouts.context.compacts
 
@@ -80,20 +84,35 @@ class ShownGames:
         return environment, environment.task(*self._tasks.sections[name].shown(number))
 
     def _chats(self, number: int, seed: int) -> list[Chat]:
-        """Of each player of an episode. ConfigError for a solution that only a sandbox can play."""
+        """Of each player of an episode. ConfigError for a solution that cannot be played."""
         environment, task = self._game(number)
         try:
             if hasattr(environment, "random_reply"):
                 chats = play_randomly(environment, task, Random(f"{seed} {number}")).conversations  # pyright: ignore[reportArgumentType]
             else:
                 chats = play_solution(environment, task)
-        except EpisodeFailed as failure:
-            raise ConfigError(
-                f"environment {environment.name}: level {task.level} cannot be shown to a new model: {failure.reason}; "
-                f"allowed: {'a lower level, or ' if task.level else ''}model.checkpoint without warm_start"
-            ) from None
+        except (EpisodeFailed, SandboxFailed) as failure:
+            raise _not_shown(environment.name, task.level, failure) from None
         system = self._recipe.rollouts.system
         return [(with_system(system, messages), task.tools) for messages in chats]
+
+
+def _playable(name: str, environment: Environment, tasks: TaskSource) -> Environment:
+    """The environment, with boxes where its solutions run programs. ConfigError where none can be had."""
+    level = tasks.sections[name].shown(0)[1]
+    if level not in environment.sandbox_levels or hasattr(environment, "random_reply"):
+        return environment
+    try:
+        return make(name, Boxes.of(choose_backend()))
+    except ConfigError as error:
+        raise _not_shown(name, level, error) from None
+
+
+def _not_shown(name: str, level: int, why: Exception) -> ConfigError:
+    return ConfigError(
+        f"environment {name}: level {level} cannot be shown to a new model: {why}; "
+        f"allowed: {'a lower level, or ' if level else ''}model.checkpoint without warm_start"
+    )
 
 
 def compacted(

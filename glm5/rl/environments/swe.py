@@ -26,7 +26,7 @@ from glm5.rl.environments.boxes import NO_BOXES, Boxes
 from glm5.rl.environments.protocol import Environment, Reply, Task, Turn, left_out
 from glm5.rl.environments.tool_use import LazyBox, ToolEpisode, call, function_tool
 from glm5.rl.sandbox.sandbox import Sandbox
-from glm5.rl.swe.maker import started
+from glm5.rl.swe.maker import Edit, started
 from glm5.rl.swe.outcomes import QUIET, run_tests, runtime, with_canaries
 from glm5.rl.swe.package import is_test, packages, program, read_source
 
@@ -108,6 +108,9 @@ class Software(Environment):
         return ToolEpisode(task, tools, lambda _: self._scored(task, box), NUM_TURNS, box)
 
     def oracle(self, task: Task) -> Sequence[Reply]:
+        """Of a fault within a line: a look at the function around it, and the line anew."""
+        if (commands := _at_the_line(task.data["edits"], self._program(task))) is not None:
+            return [*(Reply("", tool_calls=[call("bash", command=one)]) for one in commands), Reply("It is repaired.")]
         edits = [(path, start, right, len((wrong or "").encode())) for path, start, right, wrong in task.data["edits"]]
         python = shlex.quote(self._boxes.python)
         command = f"{python} -c {shlex.quote(f'EDITS = {edits!r}{_REPAIR}')}"
@@ -188,6 +191,24 @@ class Software(Environment):
         }
         is_small = len(changed) <= MAX_FILES and all(len(content) <= MAX_CHANGED for content in changed.values())
         return changed if is_small else None
+
+
+def _at_the_line(edits: Sequence[Edit], program: Mapping[str, bytes]) -> list[str] | None:
+    """Shell that shows the function around a fault, 30 lines at a time, and that puts the right line there; None where
+    the fault is not within a line of a function."""
+    path, start, right, wrong = edits[0]
+    if len(edits) > 1 or wrong is None or "\n" in f"{right}{wrong}":
+        return None
+    before = program[path][:start].decode().split("\n")
+    rest = program[path][start + len(wrong.encode()) :].decode().partition("\n")[0]
+    functions = [number for number, line in enumerate(before) if line.lstrip().startswith("def ")]
+    if not functions:
+        return None
+    name, shown = before[functions[-1]].partition("(")[0].strip(), 30 * (1 + (len(before) - functions[-1]) // 30)
+    line = f"{before[-1]}{right}{rest}".replace("\\", r"\\")
+    repair = rf"{len(before)}c\{line}"
+    file = shlex.quote(path)
+    return [f"grep -n -A{shown} {shlex.quote(name)} {file}", f"sed -i {shlex.quote(repair)} {file}"]
 
 
 def _files_of(names: Sequence[str]) -> list[str]:

@@ -25,7 +25,8 @@ RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("rl-*.toml"))
 def test_every_recipe_loads(path):
     recipe = read_rl_recipe(path)
     assert recipe.name == path.stem
-    if recipe.model.checkpoint is None and recipe.reward is None:  # else other commands make what it needs
+    is_made = any(one.name.startswith("swe/") for one in recipe.environment)
+    if recipe.model.checkpoint is None and recipe.reward is None and not is_made:  # else other commands make it
         estimate(recipe)
 
 

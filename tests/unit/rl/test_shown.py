@@ -5,10 +5,13 @@ from itertools import islice
 import pytest
 
 from glm5.common.errors import ConfigError
+from glm5.rl import shown as shown_games
 from glm5.rl.build import PolicyBuilder
+from glm5.rl.environments.boxes import Boxes
 from glm5.rl.environments.play import play_oracle, play_solution
 from glm5.rl.environments.table import make
 from glm5.rl.rollouts.conversation import GO_ON, REQUEST
+from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.shown import shown_examples
 from tests.support.rl_recipe import small_recipe
 
@@ -64,10 +67,28 @@ def test_summaries_are_shown_with_random_words(tmp_path):
     assert set(summaries[::2]) == set("ab")  # of tasks with one value
 
 
-def test_what_only_a_sandbox_can_play_is_refused(tmp_path):
+def test_programs_of_solutions_run_in_boxes(tmp_path, monkeypatch):
+    monkeypatch.setattr(shown_games, "TOKENIZER_GAMES", 2)
+    monkeypatch.setattr(shown_games, "AT_A_TIME", 2)
+    recipe = small_recipe(tmp_path, 'environment=[{name="tools",level=2}]', "model.config.vocab_size=600")
+    builder = PolicyBuilder(recipe, tmp_path)
+    with shown_examples(recipe, builder.assets) as shown:
+        ids, _ = next(shown)
+    task = make("tools").task(0, 2)
+    played = play_oracle(make("tools", Boxes.of(choose_backend())), task)
+    assert played.rewards == [1.0]
+    (result,) = [one["content"] for one in played.conversations[0] if one["role"] == "tool"]
+    assert f"<tool_response>{result}</tool_response>" in builder.tokenizer.decode(ids)
+
+
+def test_what_only_a_sandbox_can_play_is_refused_without_one(tmp_path, monkeypatch):
+    def none():
+        raise ConfigError("no sandbox works here")
+
+    monkeypatch.setattr(shown_games, "choose_backend", none)
     recipe = small_recipe(tmp_path, 'environment=[{name="tools",level=2}]', "model.config.vocab_size=600")
     with pytest.raises(
-        ConfigError, match=r"environment tools: level 2 cannot be shown to a new model: .* a lower level"
+        ConfigError, match=r"environment tools: level 2 cannot be shown to a new model: no sandbox .*; allowed: a lower"
     ):
         PolicyBuilder(recipe, tmp_path)
 

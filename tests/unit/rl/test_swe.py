@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +19,7 @@ from glm5.rl.environments.tool_use import call
 from glm5.rl.sandbox.choice import choose_backend
 from glm5.rl.sandbox.sandbox import Sandbox
 from glm5.rl.swe.make import make_tasks
+from glm5.rl.swe.maker import edit
 from glm5.rl.swe.mutations import mutations
 from glm5.rl.swe.outcomes import canary, with_canaries
 from glm5.rl.swe.package import is_test, program, read_source
@@ -133,6 +135,27 @@ def test_tasks_and_their_gates(environment, folder, task):
     records = [json.loads(line) for line in (folder / "sums-1.0/tasks.jsonl").read_text().splitlines()]
     assert len({one["key"] for one in records}) == len(records)
     assert any("kind" not in one for one in records), "no fault went unnoticed"
+
+
+def test_a_solution_within_a_line_looks_first(environment, task):
+    commands = [each["function"]["arguments"]["command"] for one in environment.oracle(task) for each in one.tool_calls]
+    assert commands[0] == "grep -n -A30 'def total' sums/__init__.py"
+    assert play(environment, task, commands[0]) == 0
+    assert play(environment, task, *commands) == 1
+
+
+def test_a_line_with_quotes_and_backslashes_is_repaired(tmp_path):
+    right = "def f(x):\n    return re.sub('\\\\d+', \"'\", x)\n\n# end\n"
+    wrong = right.replace("d+", "w+")
+    (tmp_path / "a b.py").write_text(wrong)
+    edits = [edit("a b.py", right, wrong)]
+    commands = swe._at_the_line(edits, {"a b.py": wrong.encode()})
+    told = [subprocess.run(["bash", "-c", one], cwd=tmp_path, check=True, capture_output=True) for one in commands]
+    assert b"2-    return re.sub" in told[0].stdout
+    assert (tmp_path / "a b.py").read_text() == right
+    assert swe._at_the_line(edits * 2, {"a b.py": wrong.encode()}) is None
+    assert swe._at_the_line([("a.py", 0, "x = 1", "x = 2")], {"a.py": b"x = 2\n"}) is None
+    assert swe._at_the_line([("a.py", 9, "1\n  2", "3")], {"a.py": b"def f():\n3\n"}) is None
 
 
 def test_the_same_command_goes_on(folder):
