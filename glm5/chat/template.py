@@ -42,7 +42,7 @@ class ChatTemplate:
             raise CheckpointError(f"chat template {name} has {len(source)} characters; allowed: {MAX_SOURCE}")
         try:
             ours = source.rstrip() in [known.rstrip() for known in _bundled_sources()]  # savers drop the last newline
-            self._renderer: Renderer = InProcessTemplate(source) if ours else WorkerTemplate(source)
+            self._renderer: Renderer = InProcessTemplate(source, is_ours=True) if ours else WorkerTemplate(source)
         except TemplateFailure as failure:
             raise CheckpointError(f"chat template {name}{failure}") from failure
         self.allow_control_tokens = allow_control_tokens

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
@@ -21,15 +21,15 @@ from glm5.serve.http.body import body_of, described
 from glm5.serve.http.call import answer_id
 from glm5.serve.http.errors import ApiError, envelope, named
 from glm5.serve.http.sse import DONE, EventStream, Tap, event
-from glm5.serve.service.service import Service, get_service
+from glm5.serve.service.service import Service
 
 router = APIRouter()
-_read = body_of(ChatBody)
 
 
 @router.post("/v1/chat/completions", response_model=None, openapi_extra=described(ChatBody, streams=True))
-async def chat_completions(body: ChatBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
+async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as a stream of chunks or in one response."""
+    body, service = await body_of(ChatBody, request)
     # Templates and tokenizers take a second for a million tokens, which would block the event loop.
     job = await asyncio.to_thread(prepare, body, service)
     await check(job, service)
