@@ -18,7 +18,7 @@ from glm5.serve.anthropic.answer import MessageAnswer, joined
 from glm5.serve.anthropic.body import CountBody, MessagesBody, PromptFields
 from glm5.serve.anthropic.messages import messages_of, tools_of
 from glm5.serve.generation.job import Job, Step, Usage, check, steps
-from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt
+from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt, prepared
 from glm5.serve.generation.thinking import Thinking, template_kwargs
 from glm5.serve.http.body import body_of, described
 from glm5.serve.http.errors import ApiError, anthropic_envelope, named
@@ -35,7 +35,7 @@ async def messages(request: Request) -> Response:
     """Answer a conversation, as a stream of events or in one response."""
     body, service = await body_of(MessagesBody, request)
     body.check_budget(request.headers.get("anthropic-beta", ""))
-    job = await asyncio.to_thread(_prepare, body, service)
+    job = await prepared(_prepare, body, service)
     await check(job, service)
     omits = body.thinking is not None and body.thinking.display == "omitted"
     answer = MessageAnswer(job.id, body.model or service.model_names[0], omits_thinking=omits)

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: converts between OpenAI's format and token ids."""
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -14,7 +13,7 @@ from glm5.common.errors import RequestError
 from glm5.serve.chat.answer import ChatAnswer
 from glm5.serve.chat.body import ChatBody
 from glm5.serve.generation.job import Job, Step, Usage, check, steps
-from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt
+from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt, prepared
 from glm5.serve.generation.sampling_fields import fit
 from glm5.serve.generation.thinking import template_kwargs
 from glm5.serve.http.body import body_of, described
@@ -30,8 +29,7 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as a stream of chunks or in one response."""
     body, service = await body_of(ChatBody, request)
-    # Templates and tokenizers take a second for a million tokens, which would block the event loop.
-    job = await asyncio.to_thread(prepare, body, service)
+    job = await prepared(prepare, body, service)
     await check(job, service)
     answer = ChatAnswer(body, job.id, body.model or service.model_names[0], job.prompt_ids, body.formatter(service))
     usage = Usage(len(job.prompt_ids))

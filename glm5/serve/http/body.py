@@ -84,6 +84,8 @@ async def body_of(kind: type[B], request: Request) -> tuple[B, Service]:
         got = f"content-encoding is {encoding!r:.60}"
         raise ApiError(415, f"{got}; allowed: none, as bodies are read as they come", code="unsupported_media_type")
     raw = await request.body()  # how large it may be is not for a route to say (incoming.py)
+    if (call := current()) is not None:
+        call.num_bytes = len(raw)
     if len(raw) <= _LARGE:
         body = parse(kind, raw)
     else:
