@@ -1,7 +1,7 @@
-"""The jinja2 environment in which chat templates run: transformers' dialect, sandboxed.
+"""The jinja2 environment in which chat templates run: transformers' dialect, sandboxed but for our own templates.
 
-A template comes with a checkpoint and is as little trusted as the checkpoint: it cannot reach Python's
-internals, files or mutable state. It sees `messages`, `tools`, `add_generation_prompt`, the special
+A template that comes with a checkpoint is as little trusted as the checkpoint: it cannot reach Python's
+internals, files or mutable state. A template sees `messages`, `tools`, `add_generation_prompt`, the special
 tokens and the request's own keywords, the filter `tojson`, and the functions `raise_exception` and
 `strftime_now`.
 """
@@ -18,11 +18,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-def compile_template(source: str) -> jinja2.Template:
+def compile_template(source: str, *, is_ours: bool = False) -> jinja2.Template:
     """Compile `source`; raises jinja2.TemplateSyntaxError with the line number."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControls]
-    )
+    kind = jinja2.Environment if is_ours else ImmutableSandboxedEnvironment  # which takes a fifth longer
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, LoopControls])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -50,12 +50,12 @@ class Renderer(Protocol):
 
 
 class InProcessTemplate:
-    """A template that runs in this process."""
+    """A template that runs in this process. `is_ours`: it needs no sandbox."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, *, is_ours: bool = False) -> None:
         """Raises TemplateFailure."""
         try:
-            self._template = compile_template(source)
+            self._template = compile_template(source, is_ours=is_ours)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateFailure(f", line {error.lineno}: {error.message}") from error
         except _PYTHON_ERRORS as error:  # jinja computes constants such as 1 / 0 while it compiles

@@ -7,7 +7,7 @@ configuration shares indices between layers, else GLM-5.1's.
 
 import os
 from collections.abc import Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
@@ -28,9 +28,9 @@ MAX_SOURCE = MIB
 class ChatTemplate:
     """A template and the tokenizer that its prompts are encoded with.
 
-    `name`: printed at start. `source`: the jinja text, to be saved with a checkpoint. `always_thinks`:
-    the template cannot switch thinking off (GLM-5.3). `allow_control_tokens`: special tokens that messages spell become
-    these tokens, as in engines that encode a rendered prompt; without it they stay plain text.
+    `name`: printed at start. `source`: the jinja text, to be saved with a checkpoint. `always_thinks`: the template
+    cannot switch thinking off (GLM-5.3). `is_ours`: it is a bundled one. `allow_control_tokens`: special tokens that
+    messages spell become these tokens, as in engines that encode a rendered prompt; without it they stay plain text.
     """
 
     def __init__(
@@ -41,8 +41,10 @@ class ChatTemplate:
         if len(source) > MAX_SOURCE:
             raise CheckpointError(f"chat template {name} has {len(source)} characters; allowed: {MAX_SOURCE}")
         try:
-            ours = source.rstrip() in [known.rstrip() for known in _bundled_sources()]  # savers drop the last newline
-            self._renderer: Renderer = InProcessTemplate(source) if ours else WorkerTemplate(source)
+            # Savers drop the last newline.
+            self.is_ours = source.rstrip() in [known.rstrip() for known in _bundled_sources()]
+            ours = partial(InProcessTemplate, is_ours=True)
+            self._renderer: Renderer = (ours if self.is_ours else WorkerTemplate)(source)
         except TemplateFailure as failure:
             raise CheckpointError(f"chat template {name}{failure}") from failure
         self.allow_control_tokens = allow_control_tokens

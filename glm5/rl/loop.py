@@ -204,6 +204,8 @@ class Run:
             logger.info("%s: %s", name, ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
         if beside(lines):
             logger.info("measured: %s", in_words(measured(lines)))
+        if interrupted:  # since its last step: the run is whole, and what would come after it is not wanted
+            raise KeyboardInterrupt
         return self.folder
 
     async def _steps(self, interrupted: Sequence[Any]) -> None:
@@ -217,7 +219,7 @@ class Run:
             if is_last or interrupted or self.number % self.recipe.records.state_every == 0:
                 self.watch.release()
                 self._save()
-            if interrupted:
+            if interrupted and not is_last:
                 logger.warning("stopped after step %d; the same command goes on", self.number)
                 raise KeyboardInterrupt
 

@@ -8,7 +8,7 @@ from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from glm5.chat.message import Message
@@ -18,12 +18,12 @@ from glm5.serve.anthropic.answer import MessageAnswer, joined
 from glm5.serve.anthropic.body import CountBody, MessagesBody, PromptFields
 from glm5.serve.anthropic.messages import messages_of, tools_of
 from glm5.serve.generation.job import Job, Step, Usage, check, steps
-from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt
+from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt, prepared
 from glm5.serve.generation.thinking import Thinking, template_kwargs
 from glm5.serve.http.body import body_of, described
 from glm5.serve.http.errors import ApiError, anthropic_envelope, named
 from glm5.serve.http.sse import EventStream, Tap, event
-from glm5.serve.service.service import Service, get_service
+from glm5.serve.service.service import Service
 
 router = APIRouter()
 
@@ -31,12 +31,11 @@ PING = event({"type": "ping"}, "ping")
 
 
 @router.post("/v1/messages", response_model=None, openapi_extra=described(MessagesBody, streams=True))
-async def messages(
-    request: Request, body: MessagesBody = Depends(body_of(MessagesBody)), service: Service = Depends(get_service)
-) -> Response:
+async def messages(request: Request) -> Response:
     """Answer a conversation, as a stream of events or in one response."""
+    body, service = await body_of(MessagesBody, request)
     body.check_budget(request.headers.get("anthropic-beta", ""))
-    job = await asyncio.to_thread(_prepare, body, service)
+    job = await prepared(_prepare, body, service)
     await check(job, service)
     omits = body.thinking is not None and body.thinking.display == "omitted"
     answer = MessageAnswer(job.id, body.model or service.model_names[0], omits_thinking=omits)
@@ -51,10 +50,9 @@ async def messages(
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=described(CountBody))
-async def count_tokens(
-    body: CountBody = Depends(body_of(CountBody)), service: Service = Depends(get_service)
-) -> dict[str, int]:
+async def count_tokens(request: Request) -> dict[str, int]:
     """The number of tokens in a conversation's prompt."""
+    body, service = await body_of(CountBody, request)
     return {"input_tokens": len((await asyncio.to_thread(partial(_prompt, is_asked=False), body, service)).ids)}
 
 

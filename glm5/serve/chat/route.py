@@ -1,37 +1,35 @@
 """POST /v1/chat/completions: converts between OpenAI's format and token ids."""
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
 from glm5.serve.chat.answer import ChatAnswer
 from glm5.serve.chat.body import ChatBody
 from glm5.serve.generation.job import Job, Step, Usage, check, steps
-from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt
+from glm5.serve.generation.prompting import Conversation, Prompt, build_prompt, prepared
 from glm5.serve.generation.sampling_fields import fit
 from glm5.serve.generation.thinking import template_kwargs
 from glm5.serve.http.body import body_of, described
 from glm5.serve.http.call import answer_id
 from glm5.serve.http.errors import ApiError, envelope, named
 from glm5.serve.http.sse import DONE, EventStream, Tap, event
-from glm5.serve.service.service import Service, get_service
+from glm5.serve.service.service import Service
 
 router = APIRouter()
-_read = body_of(ChatBody)
 
 
 @router.post("/v1/chat/completions", response_model=None, openapi_extra=described(ChatBody, streams=True))
-async def chat_completions(body: ChatBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
+async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as a stream of chunks or in one response."""
-    # Templates and tokenizers take a second for a million tokens, which would block the event loop.
-    job = await asyncio.to_thread(prepare, body, service)
+    body, service = await body_of(ChatBody, request)
+    job = await prepared(prepare, body, service)
     await check(job, service)
     answer = ChatAnswer(body, job.id, body.model or service.model_names[0], job.prompt_ids, body.formatter(service))
     usage = Usage(len(job.prompt_ids))

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
@@ -23,16 +23,16 @@ from glm5.serve.http.body import body_of, described
 from glm5.serve.http.call import answer_id
 from glm5.serve.http.errors import named
 from glm5.serve.http.sse import DONE, EventStream, Tap, event
-from glm5.serve.service.service import Service, get_service
+from glm5.serve.service.service import Service
 from glm5.serve.service.sessions import Recording
 
 router = APIRouter()
-_read = body_of(CompletionBody)
 
 
 @router.post("/v1/completions", response_model=None, openapi_extra=described(CompletionBody, streams=True))
-async def completions(body: CompletionBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
+async def completions(request: Request) -> Response:
     """Continue one or more prompts, as a stream of chunks or in one response."""
+    body, service = await body_of(CompletionBody, request)
     name = answer_id("cmpl-", body.request_id)
     prompts, jobs = await asyncio.to_thread(prepare, body, service, name)
     await check_all(jobs, service)

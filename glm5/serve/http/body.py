@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -72,30 +72,28 @@ class Body(StrictModel):
 B = TypeVar("B", bound=Body)
 
 
-def body_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
-    """FastAPI dependency: the request's body, checked as far as it can be without a model."""
-
-    async def read(request: Request) -> B:
-        service: Service = request.app.state.service
-        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if content_type != "application/json":
-            # Also keeps web pages of other origins out: browsers ask before they send this type, and are not let in.
-            got = f"content-type is {content_type!r:.60}"
-            raise ApiError(415, f"{got}; allowed: application/json", code="unsupported_media_type")
-        if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
-            got = f"content-encoding is {encoding!r:.60}"
-            raise ApiError(415, f"{got}; allowed: none, as bodies are read as they come", code="unsupported_media_type")
-        raw = await request.body()  # how large it may be is not for a route to say (incoming.py)
-        if len(raw) <= _LARGE:
-            body = parse(kind, raw)
-        else:
-            body = await asyncio.to_thread(parse, kind, raw)
-        if body.model is not None and body.model not in service.model_names and not _has_session(service):
-            raise no_such_model(body.model, service)
-        log_unknown(body, service)
-        return body
-
-    return read
+async def body_of(kind: type[B], request: Request) -> tuple[B, Service]:
+    """A request's body, checked as far as it can be without a model, and the service that answers it."""
+    service: Service = request.app.state.service
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        # Also keeps web pages of other origins out: browsers ask before they send this type, and are not let in.
+        got = f"content-type is {content_type!r:.60}"
+        raise ApiError(415, f"{got}; allowed: application/json", code="unsupported_media_type")
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
+        got = f"content-encoding is {encoding!r:.60}"
+        raise ApiError(415, f"{got}; allowed: none, as bodies are read as they come", code="unsupported_media_type")
+    raw = await request.body()  # how large it may be is not for a route to say (incoming.py)
+    if (call := current()) is not None:
+        call.num_bytes = len(raw)
+    if len(raw) <= _LARGE:
+        body = parse(kind, raw)
+    else:
+        body = await asyncio.to_thread(parse, kind, raw)
+    if body.model is not None and body.model not in service.model_names and not _has_session(service):
+        raise no_such_model(body.model, service)
+    log_unknown(body, service)
+    return body, service
 
 
 def _has_session(service: Service) -> bool:

@@ -16,7 +16,7 @@ class Call:
     """`session`: the client's X-Session-ID, by which routers send a session to one server, or that of its path, if
     `is_session_path`. `places`: how many of the server's concurrent answers it occupies, 0 for a route without limits.
     `num_answers`: how many answers it has requested from the engine. `number`: where another process keeps the limits,
-    the request's number there."""
+    the request's number there. `num_bytes`: of its body."""
 
     id: str
     tenant: Tenant = ANYONE
@@ -25,6 +25,7 @@ class Call:
     places: int = 0
     num_answers: int = 0
     number: int = 0
+    num_bytes: int = 0
 
 
 _CURRENT: ContextVar[Call | None] = ContextVar("glm5-call", default=None)

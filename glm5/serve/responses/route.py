@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
@@ -32,10 +32,9 @@ _LIMIT = "max_output_tokens"
 
 
 @router.post("/v1/responses", response_model=None, openapi_extra=described(ResponsesBody, streams=True))
-async def responses(
-    body: ResponsesBody = Depends(body_of(ResponsesBody)), service: Service = Depends(get_service)
-) -> Response:
+async def responses(request: Request) -> Response:
     """Answer a conversation, as a stream of events or in one response."""
+    body, service = await body_of(ResponsesBody, request)
     previous = await _previous(body, service)
     references = references_of(body.input)
     known = await service.shared.items(caller().name, references) if references else {}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
@@ -21,7 +21,7 @@ from glm5.serve.http.body import body_of, described, log_unknown
 from glm5.serve.http.call import caller
 from glm5.serve.http.errors import named
 from glm5.serve.http.sse import DONE, EventStream, Tap
-from glm5.serve.service.service import Service, get_service
+from glm5.serve.service.service import Service
 from glm5.serve.sglang.answer import Answers, PromptSpec
 from glm5.serve.sglang.body import DEFAULT_LENGTH, AbortBody, GenerateBody, LogprobRange, SamplingOptions, TextOrIds
 
@@ -29,10 +29,9 @@ router = APIRouter()
 
 
 @router.post("/generate", response_model=None, openapi_extra=described(GenerateBody, streams=True))
-async def generate(
-    body: GenerateBody = Depends(body_of(GenerateBody)), service: Service = Depends(get_service)
-) -> Response:
+async def generate(request: Request) -> Response:
     """Continue one prompt or several: token ids in, token ids and their log-probabilities out."""
+    body, service = await body_of(GenerateBody, request)
     jobs, answers, is_list = await asyncio.to_thread(_prepare, body, service)
     await check_all(jobs, service)
     usages = [Usage(len(job.prompt_ids)) for job in jobs]
@@ -48,10 +47,9 @@ async def generate(
 
 
 @router.post("/abort_request", openapi_extra=described(AbortBody))
-async def abort_request(
-    body: AbortBody = Depends(body_of(AbortBody)), service: Service = Depends(get_service)
-) -> dict[str, Any]:
+async def abort_request(request: Request) -> dict[str, Any]:
     """Abort requests of this API key, sent through any API: one by its id, or all. They return their output so far."""
+    body, service = await body_of(AbortBody, request)
     if not body.rid and not body.abort_all:
         got = "missing" if body.rid is None else "empty"
         raise RequestError(f"rid is {got}; allowed: the id of a request, or abort_all true", "rid")

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from glm5.common.errors import RequestError
@@ -16,7 +16,7 @@ from glm5.serve.http.body import body_of, described
 from glm5.serve.http.call import answer_id
 from glm5.serve.http.errors import named
 from glm5.serve.http.sse import DONE, EventStream
-from glm5.serve.service.service import Service, get_service
+from glm5.serve.service.service import Service
 from glm5.serve.vllm.generate_answer import GenerateAnswer, written
 from glm5.serve.vllm.generate_body import NAMES, GenerateBody, Sampling
 
@@ -24,12 +24,12 @@ MAX_LISTED = 2048
 """Token ids of a sampling mask, which is a list in JSON. As in vLLM."""
 
 router = APIRouter()
-_read = body_of(GenerateBody)
 
 
 @router.post("/inference/v1/generate", response_model=None, openapi_extra=described(GenerateBody, streams=True))
-async def generate(body: GenerateBody = Depends(_read), service: Service = Depends(get_service)) -> Response:
+async def generate(request: Request) -> Response:
     """Continue token ids: token ids and their log-probabilities out, as a stream of chunks or in one response."""
+    body, service = await body_of(GenerateBody, request)
     # Checking a million token ids takes a while.
     job, sampling = await asyncio.to_thread(_prepare, body, service)
     await check(job, service)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Request
 from pydantic import Field
 
 from glm5.common.errors import RequestError
@@ -13,7 +13,7 @@ from glm5.serve.chat.route import conversation_of
 from glm5.serve.generation.logprobs import TokenTexts
 from glm5.serve.generation.prompting import build_prompt
 from glm5.serve.http.body import Body, body_of, described
-from glm5.serve.service.service import Service, get_service
+from glm5.serve.service.service import Service
 
 router = APIRouter()
 
@@ -35,19 +35,17 @@ class DetokenizeBody(Body):
 
 
 @router.post("/tokenize", openapi_extra=described(TokenizeBody))
-async def tokenize(
-    body: TokenizeBody = Depends(body_of(TokenizeBody)), service: Service = Depends(get_service)
-) -> dict[str, Any]:
+async def tokenize(request: Request) -> dict[str, Any]:
     """Token ids of a text, or of a conversation's prompt."""
+    body, service = await body_of(TokenizeBody, request)
     ids, names = await asyncio.to_thread(_spelled, body, service)
     return {"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids, "token_strs": names}
 
 
 @router.post("/detokenize", openapi_extra=described(DetokenizeBody))
-async def detokenize(
-    body: DetokenizeBody = Depends(body_of(DetokenizeBody)), service: Service = Depends(get_service)
-) -> dict[str, str]:
+async def detokenize(request: Request) -> dict[str, str]:
     """Text of token ids, special tokens included."""
+    body, service = await body_of(DetokenizeBody, request)
     return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)}
 
 

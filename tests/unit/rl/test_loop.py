@@ -278,3 +278,21 @@ def test_memory_is_below_what_was_estimated(tmp_path):
     assert measured < 1.15 * estimated
     assert estimated < 1.5 * measured
     assert f"; measured {measured:.3g}" in said[2]
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_last_evaluation_leaves_a_whole_run(tmp_path, monkeypatch):
+    """The same command would not write the report any more."""
+    evaluate = loop.evaluate
+
+    async def interrupted(*given):
+        if steps_of(tmp_path / "run"):
+            signal.raise_signal(signal.SIGINT)
+        return await evaluate(*given)
+
+    recipe = small_recipe(tmp_path, "steps=1")
+    monkeypatch.setattr(loop, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe)
+    assert (tmp_path / "run/report.html").exists()
+    assert run(recipe) == tmp_path / "run/policy"

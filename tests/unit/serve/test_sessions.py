@@ -145,6 +145,22 @@ def test_a_trainer_decides_whether_a_sessions_pages_outlive_pushes(seed, keeps_p
     assert engine.options["cache_salt"].endswith("/5" if keeps_pages else "/the agent's")
 
 
+def test_a_gateway_asks_the_engine_that_a_session_was_begun_with(seed):
+    tokenizer = tiny_tokenizer()
+    engines = {name: RandomEngine(tokenizer, seed) for name in ("a", "b")}
+    with gateway(ChatTemplate.bundled("glm-5.2", tokenizer), tokenizer, environment={}) as opened:
+        urls = {name: opened.begin(name, Ruled({}, {}, 64, 5), engine) for name, engine in engines.items()}
+        headers = {"Authorization": f"Bearer {opened.key}"}
+        with httpx.Client(base_url=urls["a"].removesuffix("/sessions/a"), headers=headers, timeout=60) as client:
+            for name in ("a", "b", "b"):
+                assert "choices" in ask(client, "hi" * 10_000 * (name == "a") or "hi", name)  # long ones by a thread
+            sampled = {name: opened.end(name).tree.num_sampled for name in engines}
+            for name in ("a", "c"):
+                assert "is of no session that goes on" in ask(client, "hi", name)["error"]["message"]
+    assert [len(engine.said) for engine in engines.values()] == [1, 2]
+    assert sampled == {name: sum(len(ids) for _, ids, *_ in engine.said) for name, engine in engines.items()}
+
+
 def test_a_begun_reply_is_a_conversation_of_its_own(seed):
     with recording(seed) as (client, engine):
         begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say"}]
