@@ -9,8 +9,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
-# What is imported is compiled then: a tenth of what is installed.
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) --constraint constraints.txt
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 
 # A file's tests share fixtures; two files at a time.
 PARALLEL := -n 2 --dist loadfile

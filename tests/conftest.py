@@ -26,6 +26,14 @@ def pytest_configure():
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_ignore_collect(collection_path, config):
+    """`-m slow` and `-m long` import no file that has no such test."""
+    chosen = config.option.markexpr.partition(" ")[0]
+    if chosen in ("slow", "long") and collection_path.suffix == ".py":
+        return f"mark.{chosen}" not in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
 def pytest_collection_finish():
     """What is there by now stays, so that no garbage collection of a test visits it."""
     gc.freeze()

@@ -1,7 +1,7 @@
 """Several GPUs train as one: NCCL, passes in bfloat16, weights and sums of gradients in float32.
 
 Sums in another order flip choices of experts and keys in bfloat16, and Muon turns what follows into steps, so only
-losses are compared, over five steps.
+losses are compared, over three steps.
 """
 
 from functools import cache

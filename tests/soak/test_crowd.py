@@ -6,6 +6,6 @@ from tests.support.crowd import endure
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_requests", [400, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_requests", [150, pytest.param(2000, marks=pytest.mark.long)])
 def test_many_requests(num_requests, rng):
     print(endure(rng, num_requests))

@@ -23,7 +23,7 @@ def rewards(out, *settings):
 @pytest.mark.slow
 def test_a_short_run_earns_more_than_a_policy_that_ignores_the_answers(tmp_path):
     """The control are its first steps. 0.3 is four standard deviations of 1,200 games above 0.267."""
-    found = rewards(tmp_path / "run", "steps=80", "rollouts.group_size=8", "algorithm.entropy=0.02")
+    found = rewards(tmp_path / "run", "steps=60", "rollouts.group_size=8", "algorithm.entropy=0.02")
     print([round(one, 2) for one in found])
     assert mean(found[:LAST]) < IGNORING_ANSWERS
     assert mean(found[-LAST:]) > 0.31

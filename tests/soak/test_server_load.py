@@ -26,7 +26,7 @@ from tests.support.engines import save_tiny
 from tests.support.serving import make_app
 from tests.support.streaming_crowd import MAX_COMPLAINTS, PATIENCE_S, Crowd, CrowdReport, Load, body_of, events_of
 
-SECONDS = float(os.environ.get("SOAK_SECONDS", "30"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "15"))
 LONG_SECONDS, MANY_CLIENTS = float(os.environ.get("SOAK_SECONDS", "600")), 2000
 NUM_CLIENTS, MAX_NUM_SEQS, NUM_QUESTIONS, MAX_TOKENS = 500, 64, 40, 32
 NUM_PAGES = 100  # fewer than the running requests may need: some are preempted, most prefixes are forgotten

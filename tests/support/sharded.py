@@ -67,7 +67,7 @@ class Job:
     """Of passes, where weights are wider."""
     device: str = "cpu"
     """cuda: each rank has the GPU of its number."""
-    steps: int = 5
+    steps: int = 3
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     losses: LossConfig = field(default_factory=lambda: LossConfig(mtp_depth=2, balance_weight=0.01))
     trains: Callable[[str], bool] = bool

@@ -18,8 +18,8 @@ from glm5.chat import (
 from glm5.chat.parser import TAGS
 from tests.support.answers import BARE_TOOLS, BEIJING, CASES, TOOLS, TWO_CALLS, Case, call, fed_ids, fed_text, function
 
-SPLITS = [2_000, pytest.param(10_000, marks=pytest.mark.slow)]
-TOKENISATIONS = [200, pytest.param(1_000, marks=pytest.mark.slow)]
+SPLITS = [2_000, pytest.param(10_000, marks=pytest.mark.long)]
+TOKENISATIONS = [200, pytest.param(1_000, marks=pytest.mark.long)]
 LONGEST_TAG = max(map(len, TAGS))
 
 

@@ -170,13 +170,10 @@ WAYS = {
 }
 
 
-# On torch each takes ten times as long: in `make test` the one that combines most.
-ON_TORCH, SLOWEST = ("all at once",), ("chunks of 7", "adaptive drafts", "one by one")
+# On torch each takes ten times as long: in `make test` the one that combines most, in `make soak` others that combine.
+ON_TORCH = {"all at once": (), "disk tier after a restart": pytest.mark.slow, "preemption, 3 drafts": pytest.mark.slow}
 PAIRS = [pytest.param("native", way, marks=pytest.mark.compiler) for way in WAYS] + [
-    pytest.param(
-        "torch", way, marks=() if way in ON_TORCH else pytest.mark.slow if way not in SLOWEST else pytest.mark.long
-    )
-    for way in WAYS
+    pytest.param("torch", way, marks=ON_TORCH.get(way, pytest.mark.long)) for way in WAYS
 ]
 
 

@@ -204,7 +204,7 @@ def test_random_lives(number, rng, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(400))
+@pytest.mark.parametrize("number", [*range(80), *(pytest.param(n, marks=pytest.mark.long) for n in range(80, 400))])
 def test_many_random_lives(number, rng, tmp_path):
     life = Life(rng, tmp_path)
     life.run(num_requests=30)

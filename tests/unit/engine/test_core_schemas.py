@@ -24,7 +24,7 @@ TOKENIZER = tiny_tokenizer()
 BIASES = dict.fromkeys('"}]', 2.0) | dict.fromkeys(" \n\r\t", -4.0)
 LOGIT_BIAS = {TOKENIZER.encode(char)[0]: bias for char, bias in BIASES.items()} | {TOKENIZER.eos_ids[0]: 9.0}
 MAX_TOKENS = 900
-COUNTS = [20, pytest.param(200, marks=pytest.mark.slow)]
+COUNTS = [20, pytest.param(200, marks=pytest.mark.long)]
 
 
 def request_of(schema: dict[str, Any], seed: int) -> Request:

@@ -117,9 +117,10 @@ def test_the_end_of_the_engine_is_told_with_its_reason(checkpoint, owner):
     joined, link = join(checkpoint, folder, 1)
 
     async def main():
+        await engine.pause()  # the answer does not end by itself
         async with joined.generate([5], ENDLESS) as deltas:
-            await anext(deltas)
-            await engine.pause()
+            while (await engine.stats())["running"] < 1:
+                pass
             link.end("its process was killed")
             with pytest.raises(EngineDead, match="its process was killed"):
                 async for _ in deltas:

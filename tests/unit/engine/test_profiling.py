@@ -51,12 +51,13 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def test_deltas_say_when_they_came_and_how_long_their_request_waited(engine):
     deltas = asyncio.run(answer(engine, n=2))
-    times = [delta.arrived for delta in deltas]
-    assert times == sorted(times)
-    assert times[0] > 0
+    for answer_index in (0, 1):  # of two answers, tokens that came later may be read first
+        times = [delta.arrived for delta in deltas if delta.index == answer_index]
+        assert times == sorted(times)
+        assert times[0] > 0
     waits = [delta.queued_s for delta in deltas if delta.queued_s is not None]
     assert waits
-    assert 0 <= min(waits) <= max(waits) < times[-1]
+    assert 0 <= min(waits) <= max(waits) < max(delta.arrived for delta in deltas)
 
 
 def test_a_killed_engine_tells_those_who_wait():
@@ -64,8 +65,10 @@ def test_a_killed_engine_tells_those_who_wait():
     params = SamplingParams(ignore_eos=True)
 
     async def main():
+        await engine.pause()  # the answer does not end by itself
         async with engine.generate([5], params) as deltas:
-            await anext(deltas)
+            while engine.llm.client.num_unfinished < 1:
+                await asyncio.sleep(0)
             engine.kill()
             with pytest.raises(EngineDead, match="it was killed"):
                 async for _ in deltas:

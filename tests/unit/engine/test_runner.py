@@ -51,7 +51,7 @@ def test_sampled_answers_do_not_depend_on_the_way(request, rng, name):
     """Depth, launch-ahead, chunks, batch size, preemption, a warm cache: none of it shows in a seeded answer."""
     model = request.getfixturevalue(name)
     # Most answers outgrow the page that their prompt ends in.
-    prompts = [[rng.randrange(320) for _ in range(rng.choice([50, 55, 60]))] for _ in range(8)]
+    prompts = [[rng.randrange(320) for _ in range(rng.choice([50, 55, 60]))] for _ in range(5)]
     params = [
         SamplingParams(
             temperature=rng.choice([0.5, 1.0]),
@@ -61,10 +61,10 @@ def test_sampled_answers_do_not_depend_on_the_way(request, rng, name):
             seed=number,
             max_tokens=rng.randint(16, 24),
         )
-        for number in range(8)
+        for number in range(5)
     ]
     want = Bench(model, launch_ahead=False, max_num_seqs=1, max_tokens_per_step=256).run(prompts, params).tokens
-    for depth in (0, 2, 5):
+    for depth in (0, 4):
         bench = Bench(model, depth=depth)
         assert bench.run(prompts, params).tokens == want, "cold"
         assert bench.run(prompts, params).tokens == want, "warm"

@@ -22,7 +22,7 @@ TOML = 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n'
 RIGHT = 'if [ "$(cat /app/out.txt)" = 42 ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n'
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", pytest.param("namespaces", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["bubblewrap", pytest.param("namespaces", marks=pytest.mark.long)])
 def boxes(request):
     """Boxes of both kinds, which begin with the same links at their root."""
     found = [backend for backend in candidates() if backend.kind == request.param]

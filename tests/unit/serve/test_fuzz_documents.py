@@ -24,12 +24,12 @@ def admin_url():
 
 
 @public.parametrize()
-@amount(8)
+@amount(3)
 def test_public_routes(case, url):
     send(case, url, "user")
 
 
 @admin.parametrize()
-@amount(8)
+@amount(3)
 def test_admin_routes(case, admin_url):
     send(case, admin_url, "boss")

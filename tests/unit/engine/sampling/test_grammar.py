@@ -15,7 +15,7 @@ from tests.support.tokenizers import tiny_tokenizer
 from tests.unit.engine.sampling.oracle import rows_of
 from tests.unit.engine.sampling.schemas import SchemaMaker, compiler, vocabulary
 
-NUM_SCHEMAS, LIMIT = 200, 700
+NUM_SCHEMAS, LIMIT = 70, 700
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_ids[0]
 CLOSERS = [*(TOKENIZER.encode(char)[0] for char in '"}],'), EOS]
@@ -77,7 +77,7 @@ def generate(matchers: list[Matcher], seed: int, depth: int, wishes: torch.Tenso
     return [tokens[:-1] for tokens in written]
 
 
-def test_two_hundred_schemas_and_every_answer_is_valid(seed):
+def test_every_answer_to_random_schemas_is_valid(seed):
     """Random wishes, two answers each: drafts change nothing. Every schema is one that people may write."""
     maker = SchemaMaker(random.Random(seed))
     schemas = [maker.schema() for _ in range(NUM_SCHEMAS)]

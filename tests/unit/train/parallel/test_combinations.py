@@ -1,4 +1,4 @@
-"""Training by several processes is training by one: losses of five steps and all gradients.
+"""Training by several processes is training by one: losses of three steps and all gradients.
 
 In float64 they differ by the order of sums alone. In float32 a choice of experts or keys may flip on that: there, in
 one step, the choices of the one process are followed, and those that would have been others counted.

@@ -154,7 +154,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(tmp_path):
     said = straight.communicate(timeout=SECONDS)
     assert straight.returncode == 0, said
     process = launched(file, tmp_path / "out")
-    until(process, "dense 3/4: loss")
+    until(process, "dense 1/4: loss")
     os.kill(child_of(process.pid, 1), signal.SIGKILL)
     _, rest = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
