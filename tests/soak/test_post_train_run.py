@@ -95,7 +95,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(finished, tmp_path)
     print(f"KILL_SEED={seed}")
     draw, out = random.Random(seed), tmp_path / "run"
     for _ in range(KILLS):
-        process, moment = begin(TINY, out), draw.uniform(2.0, seconds / 3)
+        process, moment = begin(TINY, out), draw.uniform(0.1, 0.4) * seconds
         try:
             process.wait(moment)
         except subprocess.TimeoutExpired:
