@@ -132,7 +132,7 @@ class DocumentSource(Source):
     packing: Literal["cut", "best-fit"] | None = None
     """cut: every seq_len tokens, anew in each epoch. best-fit: whole documents. Default: cut in pretrain alone."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Share of the tokens, at the end of the file, that is kept for the held-out loss."""
+    """Share of the tokens that is kept for the held-out loss: random documents, with "cut" the end of the file."""
 
 
 class TokensSource(DocumentSource):

@@ -31,19 +31,20 @@ class Packed:
         return [(int(self.start[i]), int(self.stop[i])) for i in range(a, b)]
 
 
-def best_fit(ends: Sequence[int] | NDArray[np.int64], seq_len: int) -> Packed:
-    """Pack the documents that end at `ends` (each begins where the one before ends). The same ends, the same packing.
+def ranges_of(ends: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """(start, stop) of documents that end at `ends`, each of which begins where the one before ends. [N, 2]"""
+    end_N = np.asarray(ends, np.int64)
+    return np.stack([np.concatenate([[0], end_N[:-1]]), end_N], axis=1) if len(end_N) else np.zeros((0, 2), np.int64)
+
+
+def best_fit(document_N2: NDArray[np.int64], seq_len: int) -> Packed:
+    """Pack these documents, (start, stop) of each. The same documents, the same packing.
 
     Time n log n in the number of documents.
     """
     if seq_len < 1:
         raise ValueError(f"{seq_len=} must be at least 1")
-    return best_fit_of(list(_pieces(ends, seq_len)), seq_len)
-
-
-def best_fit_of(ranges: Sequence[tuple[int, int]], seq_len: int) -> Packed:
-    """Pack these ranges of tokens, (start, stop) of `seq_len` tokens at most."""
-    pieces = np.array(ranges, np.int64).reshape(-1, 2)
+    pieces = np.array(list(_pieces(document_N2, seq_len)), np.int64).reshape(-1, 2)
     lengths = pieces[:, 1] - pieces[:, 0]
     bin_of = np.zeros(len(pieces), np.int64)
     rooms: list[int] = []  # free rooms that some sequence has, ascending
@@ -72,10 +73,7 @@ def best_fit_of(ranges: Sequence[tuple[int, int]], seq_len: int) -> Packed:
     return Packed(first.astype(np.int64), pieces[order, 0], pieces[order, 1], seq_len)
 
 
-def _pieces(ends: Sequence[int] | NDArray[np.int64], seq_len: int) -> Iterator[tuple[int, int]]:
-    start = 0
-    for end in ends:
-        stop = int(end)
+def _pieces(document_N2: NDArray[np.int64], seq_len: int) -> Iterator[tuple[int, int]]:
+    for start, stop in document_N2.tolist():
         for begin in range(start, stop, seq_len):
             yield begin, min(begin + seq_len, stop)
-        start = stop

@@ -10,7 +10,6 @@ DialogueRows   generated conversations, as many as fit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from random import Random
 from typing import Literal, Protocol
 
@@ -24,7 +23,7 @@ from glm5.common.errors import DataError
 from glm5.train.data import needle
 from glm5.train.data.dialogues import example
 from glm5.train.data.order import Mixture, Permutation, key_of
-from glm5.train.data.packing import Packed, best_fit, best_fit_of
+from glm5.train.data.packing import best_fit, ranges_of
 from glm5.train.data.questions import KINDS, NUM_WORDS, Size, conversation
 from glm5.train.data.ruler import TASKS, generate, shortest
 from glm5.train.data.tokens import TokenFile
@@ -64,11 +63,6 @@ class _FileRows:
     def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
         self.file, self.seq_len, self.seed = file, seq_len, seed
         self.name, self.holds_out = file.path.name, held_out > 0
-        # Held out are complete documents at the end of the file; a single document is cut.
-        limit = round(file.num_tokens * (1 - held_out))
-        documents = int(np.searchsorted(file.ends, limit, side="right"))
-        whole = int(file.ends[documents - 1]) if documents else 0
-        self.num_train = whole if whole >= limit / 2 else limit
 
     def _row(self, pieces: Sequence[tuple[int, int]]) -> Row:
         file = self.file
@@ -83,11 +77,33 @@ class _FileRows:
         return Row(ids, weights, [length for a, b in pieces for length in file.lengths(a, b)])
 
 
+def trained_at_first(file: TokenFile, held_out: float) -> int:
+    """Tokens before what is held out at the end of a file: complete documents, but a single one is cut."""
+    limit = round(file.num_tokens * (1 - held_out))
+    documents = int(np.searchsorted(file.ends, limit, side="right"))
+    whole = int(file.ends[documents - 1]) if documents else 0
+    return whole if whole >= limit / 2 else limit
+
+
+def held_documents(document_N2: NDArray[np.int64], held_out: float) -> NDArray[np.bool_]:
+    """Which of these ranges of tokens are held out: random ones, as far as they fit into the share. [N]"""
+    length_N = document_N2[:, 1] - document_N2[:, 0]
+    is_held_N = np.zeros(len(length_N), bool)
+    left = length_N.sum() * held_out
+    for number in np.random.default_rng(0).permutation(len(length_N)) if held_out else ():
+        if length_N[number] <= left:
+            is_held_N[number] = True
+            left -= length_N[number]
+    return is_held_N
+
+
 class ChunkedRows(_FileRows):
-    """Chunks of `seq_len` tokens. Each epoch has a random offset, so that documents are cut at other places."""
+    """Chunks of `seq_len` tokens. Each epoch has a random offset, so that documents are cut at other places. The end of
+    the file is held out."""
 
     def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
         super().__init__(file, seq_len, seed, held_out)
+        self.num_train = trained_at_first(file, held_out)
         self.size = (self.num_train - seq_len + 1) // seq_len if self.num_train > seq_len else 0
         if self.size < 1:
             raise DataError(f"{file.path} has {self.num_train} tokens to train on, fewer than two of seq_len {seq_len}")
@@ -107,16 +123,18 @@ class ChunkedRows(_FileRows):
 
 
 class PackedRows(_FileRows):
-    """Documents packed by best fit."""
+    """Documents packed by best fit. Held out are random documents of the whole file, the same for every seed."""
 
     def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
         super().__init__(file, seq_len, seed, held_out)
-        ends = file.ends
-        split = int(np.searchsorted(ends, self.num_train, side="left"))
-        train_ends = [*(int(end) for end in ends[:split]), self.num_train]
-        self.train = best_fit(train_ends if self.num_train else [], seq_len)
-        held = best_fit([int(end) - self.num_train for end in ends[split:] if int(end) > self.num_train], seq_len)
-        self.held = Packed(held.first, held.start + self.num_train, held.stop + self.num_train, seq_len)
+        document_N2 = ranges_of(file.ends)
+        is_held_N = held_documents(document_N2, held_out)
+        if held_out and not is_held_N.any():  # all are longer than what is to be held out
+            end = trained_at_first(file, held_out)
+            document_N2 = ranges_of(np.union1d(file.ends, [end]))
+            is_held_N = document_N2[:, 0] >= end
+        self.train = best_fit(document_N2[~is_held_N], seq_len)
+        self.held = best_fit(document_N2[is_held_N], seq_len)
         self.size = len(self.train)
         if not self.size:
             raise DataError(f"{file.path} has no tokens to train on")
@@ -138,16 +156,15 @@ class PairRows(PackedRows):
 
     def __init__(self, file: TokenFile, seq_len: int, seed: int, held_out: float) -> None:
         _FileRows.__init__(self, file, seq_len, seed, held_out)
-        pairs = list(pairwise([0, *(int(end) for end in file.ends[1::2])]))
-        fitting = [(start, stop) for start, stop in pairs if stop - start <= seq_len]
-        # A pair that the limit cuts is trained on.
-        self.train = best_fit_of([one for one in fitting if one[0] < self.num_train], seq_len)
-        self.held = best_fit_of([one for one in fitting if one[0] >= self.num_train], seq_len)
+        pairs = ranges_of(file.ends[1::2])
+        is_held_N, fits_N = held_documents(pairs, held_out), pairs[:, 1] - pairs[:, 0] <= seq_len
+        self.train = best_fit(pairs[fits_N & ~is_held_N], seq_len)
+        self.held = best_fit(pairs[fits_N & is_held_N], seq_len)
         self.size = len(self.train)
         if not self.size:
             raise DataError(f"{file.path} has no pair of at most {seq_len} tokens to train on; the stage's seq_len")
-        if left_out := len(pairs) - len(fitting):
-            longest = max(stop - start for start, stop in pairs)
+        if left_out := int((~fits_N).sum()):
+            longest = int((pairs[:, 1] - pairs[:, 0]).max())
             self.warning = (
                 f"{self.name}: {left_out} of {len(pairs)} pairs are longer than seq_len {seq_len} and left out; the "
                 f"longest has {longest} tokens"

@@ -27,16 +27,22 @@ def file(tmp_path_factory):
     return TokenFile(path)
 
 
+def held_tokens(source) -> set[int]:
+    """Of a file of different tokens."""
+    return {int(token) for i in range(1000 // 32 + 1) for token in source.row(i, "held out").ids}
+
+
 @pytest.mark.parametrize("kind", [ChunkedRows, PackedRows])
 def test_an_epoch_has_every_token_at_most_once(file, kind):
     source = kind(file, 32, seed=1, held_out=0.1)
+    held = held_tokens(source)
     epochs = [[source.row(epoch * source.size + i, "train") for i in range(source.size)] for epoch in range(2)]
     for rows in epochs:
         seen = Counter(int(token) for row in rows for token in row.ids)
         assert set(seen.values()) == {1}
-        assert max(seen) < source.num_train <= 900
-        assert len(seen) > source.num_train - 64
-        assert kind is ChunkedRows or len(seen) == source.num_train
+        assert not held & set(seen)
+        assert 1000 - len(held) - 64 < len(seen)
+        assert kind is ChunkedRows or len(seen) + len(held) == 1000
     assert [row.ids.tolist() for row in epochs[0]] != [row.ids.tolist() for row in epochs[1]]
 
 
@@ -50,8 +56,24 @@ def test_rows_end_where_documents_end_and_keep_their_marks(file, kind):
         ends = set(file.ends.tolist())
         for last in np.cumsum(row.lengths)[:-1] - 1:
             assert int(row.ids[last]) + 1 in ends
-        assert (min(row.ids) >= source.num_train) == (split == "held out")
+        assert (set(row.ids.tolist()) <= held_tokens(source)) == (split == "held out")
         assert source.row(3, split).ids.tolist() == row.ids.tolist()
+
+
+@pytest.mark.parametrize("shares", [(0.96, 0.02, 0.02), (0.02, 0.02, 0.96)])
+def test_every_part_of_a_file_is_held_out_and_trained(tmp_path, shares):
+    """A small file at the end of a list of files was held out as a whole, so that no model learnt it."""
+    with writing(tmp_path / "parts", 3) as writer:
+        for part, share in enumerate(shares):
+            for _ in range(round(10_000 * share)):
+                writer.add([part] * 10)
+    source = PackedRows(TokenFile(tmp_path / "parts"), 100, seed=0, held_out=0.02)
+    for rows, of in ((source.train, 0.98), (source.held, 0.02)):
+        found = Counter(int(token) for i in range(len(rows)) for token in source._row(rows[i]).ids)
+        assert sum(found.values()) == 100_000 * of
+        for part, share in enumerate(shares):
+            expected = 10_000 * share * of  # documents, drawn without replacement: at most binomial
+            assert abs(found[part] / 10 - expected) < 5 * expected**0.5
 
 
 def test_one_document_alone_is_cut_for_the_held_out_part(tmp_path):
@@ -59,8 +81,8 @@ def test_one_document_alone_is_cut_for_the_held_out_part(tmp_path):
         writer.add(range(1000))
     for kind in (ChunkedRows, PackedRows):
         source = kind(TokenFile(tmp_path / "one"), 32, seed=0, held_out=0.1)
-        assert source.num_train == 900
         assert min(source.row(0, "held out").ids) >= 900
+        assert max(max(source.row(i, "train").ids) for i in range(source.size)) < 900
 
 
 def test_too_few_tokens_are_an_error(file):
