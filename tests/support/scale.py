@@ -2,9 +2,9 @@
 
 Dispatcher, sink, harness, the routing of 16 engines and the environment's worker are the real ones, and so are the
 clients of the engines. Those are 16 processes that compute nothing: each answers every request after `SECONDS` with the
-same reply. With `--gateway` an episode is an agent, in one other process with all agents, that asks the gateway of its
-engine `TURNS` times through OpenAI's chat API, each time with all that was said. Processor time a turn is that of the
-conducting process, gateways included; memory is what it has at the end of each tenth of the episodes.
+same reply. With `--gateway` an episode is an agent, in one other process with all agents, that asks the gateway `TURNS`
+times through OpenAI's chat API, each time with all that was said. Processor time a turn is that of the conducting
+process, gateway included; memory is what it has at the end of each tenth of the episodes.
 """
 
 import argparse
@@ -194,7 +194,7 @@ async def conduct(recipe: RLRecipe, out: Path, steps: int, agents: str) -> tuple
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--episodes", type=int, default=20_480)
-    parser.add_argument("--gateway", action="store_true", help="episodes are agents that ask the gateways")
+    parser.add_argument("--gateway", action="store_true", help="episodes are agents that ask the gateway")
     args = parser.parse_args()
     logging.getLogger("glm5.serve").setLevel(logging.WARNING)
     with TemporaryDirectory() as folder:
