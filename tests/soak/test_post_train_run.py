@@ -36,7 +36,7 @@ def finished(tmp_path_factory):
     return out, time.monotonic() - began
 
 
-STAGES = ("base", "sft", "liking", "general", "w4a8")
+STAGES = ("sft", "liking", "general", "w4a8")
 
 
 def contents(out):
@@ -74,9 +74,16 @@ def test_the_engine_and_the_server_give_the_same_answers(finished):
     """But for near ties, as the server is not in deterministic mode. The control: the first stage gives others."""
     out, _ = finished
     recipe, _ = read_post_train(TINY)
-    served, base = (json.loads((out / f"{name}.skills.json").read_text()) for name in ("w4a8", "base"))
-    found = measure(recipe, out / "w4a8.checkpoint", served["asked"]["seeds"], is_quantized=True)["skills"]
-    assert num_unlike(found, served["skills"]) <= NEAR_TIES < num_unlike(base["skills"], served["skills"])
+    asked, served, before = (
+        {skill: each[:20] for skill, each in found.items()}
+        for found in (
+            json.loads((out / "w4a8.skills.json").read_text())["asked"]["seeds"],
+            rewards(out / "w4a8.skills.json"),
+            rewards(out / "sft.skills.json"),
+        )
+    )
+    found = measure(recipe, out / "w4a8.checkpoint", asked, is_quantized=True)["skills"]
+    assert num_unlike(found, served) <= NEAR_TIES < num_unlike(before, served)
 
 
 @pytest.mark.slow
@@ -110,7 +117,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(finished, tmp_path)
     assert num_unlike(skills.pop("w4a8"), expected_skills.pop("w4a8")) <= NEAR_TIES
     assert skills == expected_skills
     other = tmp_path / "other"
-    assert begin(TINY, other, "stage.3.recipe.seed=1").wait() in (0, 1)
+    assert begin(TINY, other, "stage.2.recipe.seed=1").wait() in (0, 1)
     assert contents(other)[0]["general/model.safetensors"] != expected["general/model.safetensors"]
 
 
