@@ -3,6 +3,7 @@
 import builtins
 import io
 import sys
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,7 @@ from glm5.cli.screen import Screen
 from glm5.engine.frontend.outputs import Delta, Piece
 from glm5.engine.llm import LLM
 from glm5.engine.sampling.params import SamplingParams
+from tests.support.cores import scripted_start
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--device", "cpu"]
 
@@ -57,6 +59,7 @@ def script(monkeypatch, *answers) -> list[str]:
     Where an answer has a ^C, Ctrl-C is pressed.
     """
     prompts, answers = [], list(answers)
+    monkeypatch.setattr("glm5.engine.llm.Start", partial(scripted_start, "ok"))  # whose model is never asked
 
     def stream(self, prompt_ids, params):
         prompts.append(self.tokenizer.decode(prompt_ids))

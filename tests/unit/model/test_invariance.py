@@ -39,8 +39,15 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in CONFIGS),
+        ("odd widths", torch.bfloat16),
+        *(pytest.param(name, torch.bfloat16, marks=pytest.mark.long) for name in ("tiny", "one head, one key")),
+    ],
+    ids=str,
+)
 def test_a_row_is_the_same_in_any_pass(name, dtype, seed, rng):
     model = random_model(seed, CONFIGS[name], dtype)
     use_invariant(model)

@@ -107,7 +107,8 @@ def differences(pair: Pair, sequences: list[list[int]], feed) -> list[float]:
 @torch.no_grad()
 def test_logits_equal_transformers(case, feed):
     pair, sequences = case
-    assert max(differences(pair, sequences, feed)) < BUDGET
+    few = sequences[:3] if feed is feed_by_token else sequences
+    assert max(differences(pair, few, feed)) < BUDGET
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ def cause_of(action: str) -> str:
             box.write("tool.py", TOOLS[action])
         except TypeError:
             return "arguments"
-        done = box.run([backend.python, "-B", "tool.py"], timeout=2.0)
+        done = box.run([backend.python, "-B", "tool.py"], timeout=4.0)
     return f"exit {done.exit_code}" if done.ended_by == "exit" else done.ended_by
 
 

@@ -236,7 +236,7 @@ def test_who_broke_the_grading_is_told_apart(tmp_path, boxes):
 
 
 def test_limits_and_times(tmp_path, boxes):
-    toml = "[agent]\ntimeout_sec = 0.5\n[environment]\nmemory_mb = 64\nstorage_mb = 16\n[verifier]\ntimeout_sec = 0.5\n"
+    toml = "[agent]\ntimeout_sec = 2\n[environment]\nmemory_mb = 64\nstorage_mb = 16\n[verifier]\ntimeout_sec = 0.5\n"
     written(tmp_path / "one", **{"task.toml": toml, "tests/test.sh": "[ -e slow ] && sleep 9\n" + RIGHT})
     done = played(harbor(tmp_path, boxes), "touch slow; head -c 20M /dev/zero > x; sleep 5", "ls")
     assert "No space" in done.conversations[0][2]["content"]
