@@ -35,6 +35,7 @@ def done(way: str, seed: int, loss: float, *, rate: float = 1e-3, alone: bool = 
     return Done(Plan(way, rate, seed, 3, alone=alone), curve, curve, 0.05, 0.01)
 
 
+@pytest.mark.long
 def test_a_whole_comparison(tmp_path, capsys):
     words = " ".join(f"word{i % 37} and {i % 11}" for i in range(400))
     (tmp_path / "text.txt").write_text(words)

@@ -93,6 +93,7 @@ def test_experts_of_a_row_are_its_own(dtype, with_shared, gen):
     assert not got[nobodys].any()
 
 
+@pytest.mark.long
 def test_the_usual_tilings_do_show_their_batch(gen):
     """The control: of how many queries and rows something changes when they come alone."""
     queries, case = Paged(gen, torch.float32), make_experts(32, 4, 2, 200, 72, gen)
