@@ -163,6 +163,16 @@ def test_a_gateway_asks_the_engine_that_a_session_was_begun_with(seed):
     assert sampled == {name: sum(len(ids) for _, ids, *_ in engine.said) for name, engine in engines.items()}
 
 
+def test_an_agent_cannot_end_the_session_of_its_trainer(seed):
+    """Which would ask on without the trainer's rules, and end the run."""
+    tokenizer = tiny_tokenizer()
+    with gateway(ChatTemplate.bundled("glm-5.2", tokenizer), tokenizer, environment={}) as opened:
+        url = opened.begin("a", Ruled({}, {}, 64, 5), RandomEngine(tokenizer, seed))
+        refused = httpx.delete(url, headers={"Authorization": f"Bearer {opened.key}"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_yours")
+        assert opened.end("a").ruled is not None
+
+
 def test_a_begun_reply_is_a_conversation_of_its_own(seed):
     with recording(seed) as (client, engine):
         begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I say"}]
