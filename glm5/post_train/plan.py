@@ -146,8 +146,17 @@ class Plan:
             start = recipe.start_of(section)
             if start is not None and not self.stage(start).is_policy:
                 raise ConfigError(f"stage {section.name}: start: {start} is a reward model; allowed: a stage before it")
+            self._check_reward(self.stages[-1])
         if not self.stages[-1].is_policy:
             raise ConfigError(f"stage {self.stages[-1].name}: a reward model is not served; add a stage behind it")
+
+    def _check_reward(self, stage: Stage) -> None:
+        """ConfigError where a stage is rewarded by one that is no reward model: else it is said once that has run."""
+        reward = stage.recipe.reward if isinstance(stage.recipe, RLRecipe) else None
+        for folder in () if reward is None else reward.folders:
+            if any(folder == str(one.checkpoint) and one.is_policy for one in self.stages):
+                name = Path(folder).stem
+                raise ConfigError(f"stage {stage.name}: reward: {name} is no reward model; allowed: one of kind reward")
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)

@@ -13,7 +13,7 @@ from pathlib import Path
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from glm5.common.atomic import atomic_write_json
 from glm5.common.bounded import TABLES, read_bounded_text
@@ -60,10 +60,17 @@ class _Took(BaseModel):
     size_bytes: NotNegative
 
 
+class _Asked(BaseModel):
+    """Besides what the evaluation says."""
+
+    model_config = ConfigDict(extra="allow")
+    seeds: dict[str, list[int]]
+
+
 class _Found(BaseModel):
     """STAGE.skills.json."""
 
-    asked: dict[str, Any]
+    asked: _Asked
     skills: dict[str, list[Annotated[float, Field(allow_inf_nan=False)] | None]]
     tokens: NotNegative
     seconds: Positive
@@ -111,7 +118,7 @@ class _Run:
     def _measured(self, file: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         found = _read(file, _Found)
         if found is not None and {name: len(of) for name, of in found["skills"].items()} != {
-            name: len(of) for name, of in found["asked"].get("seeds", {}).items()
+            name: len(of) for name, of in found["asked"]["seeds"].items()
         }:
             raise _damaged(file, "other tasks than were asked")
         if found is None or found["asked"] != self.asked:

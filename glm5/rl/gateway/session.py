@@ -85,18 +85,19 @@ class Session:
         """Where a request goes on. `messages` and `tools` are normalized, `options` are for the template; reasoning of
         earlier turns is always kept. Raises RequestError for what a template refuses, and where the session is full."""
         options = {**options, **(self.ruled.options if self.ruled is not None else {}), "clear_thinking": False}
-        with self._lock:
-            path, position = self._longest(messages, tools, options)
-            if path and position == len(messages) and path[-1].reply is None:
-                return Placed(path[-1], self.tree.token_ids(path[-1].segment))  # asked again
-            while path and path[-1].reply is None:  # a context of which a part is the same
-                position -= len(path.pop().keys)
-            if path and position < len(messages):
-                try:
-                    return self._goes_on(path[-1], messages[position:], bool(tools), options)
-                except ConfigError:
-                    pass  # the template cannot append to this: a beginning of its own
-            return self._begins(messages, tools, options)
+        keys, setting = [key_of(one) for one in messages], setting_key(tools, options)
+        with self._lock:  # not while tokens are made, which takes seconds: an event loop waits for it, too
+            path, position = self._longest(messages, keys, setting)
+        if path and position == len(messages) and path[-1].reply is None:
+            return Placed(path[-1], self.tree.token_ids(path[-1].segment))  # asked again
+        while path and path[-1].reply is None:  # a context of which a part is the same
+            position -= len(path.pop().keys)
+        if path and position < len(messages):
+            try:
+                return self._goes_on(path[-1], messages[position:], bool(tools), options)
+            except ConfigError:
+                pass  # the template cannot append to this: a beginning of its own
+        return self._begins(messages, tools, options)
 
     def place_text(self, prompt: str | Sequence[int], tokenizer: Tokenizer) -> Placed:
         """Where a completion goes on: after the longest path of completions that `prompt` begins with, be it text or
@@ -104,20 +105,19 @@ class Session:
         given = prompt.encode() if isinstance(prompt, str) else list(prompt)
         with self._lock:
             node, position, num_left_out = self._longest_text(given, tokenizer)
-            known = [] if node is None else self.tree.token_ids(node.segment)
-            ids = known[: len(known) - num_left_out]
-            if node is not None and position == len(given) and not num_left_out:
-                return Placed(node, ids)  # asked again, or nothing new after a reply
-            rest = given[position:]
-            new = tokenizer.encode(rest.decode()) if isinstance(rest, bytes) else rest
-            after = None if num_left_out else node
-            segment = Segment([*ids, *new]) if after is None else Segment(new, after.segment)
-            return self._placed(_Node(-1, is_text=True), segment, [*ids, *new], after)
+        known = [] if node is None else self.tree.token_ids(node.segment)
+        ids = known[: len(known) - num_left_out]
+        if node is not None and position == len(given) and not num_left_out:
+            return Placed(node, ids)  # asked again, or nothing new after a reply
+        rest = given[position:]
+        new = tokenizer.encode(rest.decode()) if isinstance(rest, bytes) else rest
+        after = None if num_left_out else node
+        segment = Segment([*ids, *new]) if after is None else Segment(new, after.segment)
+        return self._placed(_Node(-1, is_text=True), segment, [*ids, *new], after)
 
     def aside(self, ids: Sequence[int]) -> Placed:
         """A prompt that no later request goes on from, such as one that ends within a reply."""
-        with self._lock:
-            return self._placed(_Node(-1), Segment(list(ids)), list(ids))
+        return self._placed(_Node(-1), Segment(list(ids)), list(ids))
 
     def add(self, placed: Placed, reply: Message, segment: Segment) -> int:
         """A reply to a placed request was sampled: the index of its segment. `segment`: without a parent."""
@@ -153,9 +153,8 @@ class Session:
                 found |= {one.segment for one in replies if one.request is not replies[-1].request and not one.children}
             return found
 
-    def _longest(self, messages: Sequence[Message], tools: Any, options: Mapping[str, Any]) -> tuple[list[_Node], int]:
-        """The nodes of the longest path that says the same as the first messages, and their number."""
-        keys, setting = [key_of(one) for one in messages], setting_key(tools, options)
+    def _longest(self, messages: Sequence[Message], keys: Sequence[str], setting: str) -> tuple[list[_Node], int]:
+        """The nodes of the longest path that says the same as the first messages, of these `keys`, and their number."""
         best: tuple[int, list[_Node]] = (0, [])
         waiting: list[tuple[list[_Node], int]] = []
         for root in self._roots:

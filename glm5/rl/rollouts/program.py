@@ -8,6 +8,7 @@ What is trained is the session's tree: the tokens that the policy sampled, whate
 import asyncio
 import json
 import os
+import secrets
 import signal
 import tempfile
 import time
@@ -99,7 +100,7 @@ class ProgramHarness:
             return rollout
         options = {"enable_thinking": self._chat.enable_thinking}
         ruled = Ruled(sampling, options, self.policy.cfg.max_tokens, seed, self.policy.keeps_pages)
-        engine, name = self.policy.engines.of(key), f"{seed:x}"
+        engine, name = self.policy.engines.of(key), secrets.token_hex(8)  # seeds of an evaluation come twice
         url = self._gateway.begin(name, ruled, engine)
         rollout.messages += episode.messages
         try:

@@ -25,7 +25,7 @@ async def session(name: str, service: Service = Depends(get_service)) -> dict[st
     return await asyncio.to_thread(_shown, name, _needed(name, service, end=False))
 
 
-@router.delete("/sessions/{name}", responses=documented(404))
+@router.delete("/sessions/{name}", responses=documented(403, 404))
 async def end_session(name: str, service: Service = Depends(get_service)) -> dict[str, Any]:
     """The same; the session is not kept any longer."""
     return await asyncio.to_thread(_shown, name, _needed(name, service, end=True))
@@ -34,8 +34,11 @@ async def end_session(name: str, service: Service = Depends(get_service)) -> dic
 def _needed(name: str, service: Service, *, end: bool) -> Session:
     if service.sessions is None:
         raise ApiError(404, NO_SESSIONS, code="no_sessions")
-    get = service.sessions.end if end else service.sessions.find
-    found = get(caller().name, name)
+    found = service.sessions.find(caller().name, name)
+    if end and found is not None and found.ruled is not None:
+        raise ApiError(403, "the trainer that began this session ends it", code="not_yours")
+    if end:
+        found = service.sessions.end(caller().name, name)
     if found is None:
         raise ApiError(404, f"there is no session {name!r:.60}", code="not_found")
     return found

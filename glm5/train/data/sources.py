@@ -129,7 +129,8 @@ class PackedRows(_FileRows):
         super().__init__(file, seq_len, seed, held_out)
         document_N2 = ranges_of(file.ends)
         is_held_N = held_documents(document_N2, held_out)
-        if held_out and not is_held_N.any():  # all are longer than what is to be held out
+        num_held = (document_N2[is_held_N, 1] - document_N2[is_held_N, 0]).sum()
+        if held_out and num_held < file.num_tokens * held_out / 2:  # the others are longer than what is to be held out
             end = trained_at_first(file, held_out)
             document_N2 = ranges_of(np.union1d(file.ends, [end]))
             is_held_N = document_N2[:, 0] >= end

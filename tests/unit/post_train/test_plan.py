@@ -123,6 +123,8 @@ def test_a_reward_model_is_found_by_its_stage_and_nothing_begins_with_it(plan, m
     assert rewarded.seconds / plain.seconds == pytest.approx(6 / 5)
     with pytest.raises(ConfigError, match="stage rl: start: liking is a reward model"):
         plan(WITH_REWARD.replace('start = "base"', 'start = "liking"'))
+    with pytest.raises(ConfigError, match="stage rl: reward: base is no reward model; allowed: one of kind reward"):
+        plan(WITH_REWARD.replace("stage:liking", "stage:base"))
     cut = WITH_REWARD[: WITH_REWARD.index('[[stage]]\nname = "rl"')]
     with pytest.raises(ConfigError, match="stage liking: a reward model is not served"):
         plan(cut)

@@ -1,17 +1,28 @@
 """Agents that are programs: what they make of the policy's replies is trained exactly as it was sampled."""
 
+import asyncio
 import os
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from glm5.chat.template import ChatTemplate
+from glm5.config.rl import AgentSection
+from glm5.rl.environments.protocol import Task, Turn
 from glm5.rl.loop import run
 from glm5.rl.records.store import Records, read_groups
 from glm5.rl.replay import replay
+from glm5.rl.rollouts.chat import TokenChat
+from glm5.rl.rollouts.program import ProgramHarness
 from glm5.serve.gateway import gateway
+from tests.support.agents import RandomEngine
 from tests.support.rl_recipe import small_recipe
+from tests.support.tokenizers import tiny_tokenizer
 from tests.support.whole_runs import killing_engine, steps_of
 
 OPEN = partial(gateway, environment=dict(os.environ))
@@ -33,6 +44,34 @@ def test_training_through_an_api_is_exact(dialect, tmp_path):
     lines = train(tmp_path, dialect, "twice", settings=("steps=2",))
     assert all((line["logp/abs_diff_max"], line["metric/forks"], line["turns/mean"]) == (0, 0, 2) for line in lines)
     assert all(not one.tensors for one in replay(tmp_path / "run", 2))
+
+
+def test_two_episodes_of_one_seed_have_sessions_of_their_own():
+    """An evaluation numbers the tasks of each environment from 1 on, so that two of them have one seed."""
+    tokenizer = tiny_tokenizer()
+    engine, template = RandomEngine(tokenizer, 0), ChatTemplate.bundled("glm-5.2", tokenizer)
+    engines = SimpleNamespace(of=lambda _: engine, held=lambda *_: nullcontext())
+    policy: Any = SimpleNamespace(sampling={}, cfg=SimpleNamespace(max_tokens=8), keeps_pages=False, engines=engines)
+
+    class Episode:
+        messages = ({"role": "user", "content": "hi"},)
+
+        async def step(self, reply):
+            return Turn(is_done=True, rewards={"reward": 1.0})
+
+    async def reset_all(task, count):
+        return [Episode() for _ in range(count)]
+
+    async def both(opened):
+        cfg = AgentSection.model_validate({"command": ["cat"]})
+        chat = TokenChat(template)
+        harness = ProgramHarness(policy, cast("Any", SimpleNamespace(reset_all=reset_all)), chat, opened, cfg)
+        task = Task("sort", 1, 0, (), {})
+        return await asyncio.gather(*(harness.play(task, 1, 1) for _ in range(2)))
+
+    with OPEN(template, tokenizer) as opened:
+        found = asyncio.run(both(opened))
+    assert [rollout.reward for episodes in found for (rollout,) in episodes] == [1, 1]
 
 
 @pytest.mark.long

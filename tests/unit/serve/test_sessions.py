@@ -3,11 +3,13 @@
 from contextlib import contextmanager
 from itertools import pairwise
 from random import Random
+from threading import Thread
 
 import httpx
 import pytest
 
 from glm5.chat.template import ChatTemplate
+from glm5.chat.tokenizer import Tokenizer
 from glm5.config.serve import ServeConfig
 from glm5.rl.gateway.session import Ruled, Session
 from glm5.rl.segments import Segment
@@ -159,6 +161,16 @@ def test_a_gateway_asks_the_engine_that_a_session_was_begun_with(seed):
                 assert "is of no session that goes on" in ask(client, "hi", name)["error"]["message"]
     assert [len(engine.said) for engine in engines.values()] == [1, 2]
     assert sampled == {name: sum(len(ids) for _, ids, *_ in engine.said) for name, engine in engines.items()}
+
+
+def test_an_agent_cannot_end_the_session_of_its_trainer(seed):
+    """Which would ask on without the trainer's rules, and end the run."""
+    tokenizer = tiny_tokenizer()
+    with gateway(ChatTemplate.bundled("glm-5.2", tokenizer), tokenizer, environment={}) as opened:
+        url = opened.begin("a", Ruled({}, {}, 64, 5), RandomEngine(tokenizer, seed))
+        refused = httpx.delete(url, headers={"Authorization": f"Bearer {opened.key}"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_yours")
+        assert opened.end("a").ruled is not None
 
 
 def test_a_begun_reply_is_a_conversation_of_its_own(seed):
@@ -353,3 +365,28 @@ def test_a_retry_after_a_reply_abandons_the_first_answer(seed):
             (1, True),
             (1, False),
         ]
+
+
+def test_a_session_answers_others_while_a_long_prompt_is_encoded(monkeypatch):
+    """The server's loop asks the session, too: a long prompt of one agent held up the requests of all."""
+    tokenizer = tiny_tokenizer()
+    session = Session(ChatTemplate.bundled("glm-5.2", tokenizer), 1000, Ruled({}, {}, 64, 5))
+    encode, answered = Tokenizer.encode, []
+
+    def encode_and_ask(self, text, **options):
+        asking = Thread(target=session.asked, args=(None,), daemon=True)
+        asking.start()
+        asking.join(2)
+        answered.append(not asking.is_alive())
+        return encode(self, text, **options)
+
+    messages = [{"role": "user", "content": "hi"}]
+    placed = session.place(messages, None, {})
+    session.add(placed, {"role": "assistant", "content": "ho"}, Segment([5], None, True, [0.0], [0]))
+    monkeypatch.setattr(Tokenizer, "encode", encode_and_ask)
+    session.place([*messages, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "more"}], None, {})
+    assert len(answered) >= 1
+    session.place([{"role": "user", "content": "another"}], None, {})
+    session.place_text("a text", tokenizer)
+    assert len(answered) >= 3
+    assert all(answered)

@@ -85,6 +85,16 @@ def test_one_document_alone_is_cut_for_the_held_out_part(tmp_path):
         assert max(max(source.row(i, "train").ids) for i in range(source.size)) < 900
 
 
+@pytest.mark.parametrize("small", [0, 3])
+def test_a_small_document_among_large_ones_is_not_all_that_is_held_out(tmp_path, small):
+    with writing(tmp_path / "large", 10) as writer:
+        for number, length in enumerate((small, 500, 500, 500)):
+            writer.add([number] * length)
+    source = PackedRows(TokenFile(tmp_path / "large"), 32, seed=0, held_out=0.1)
+    assert sum(len(source._row(source.held[i]).ids) for i in range(len(source.held))) == 500
+    assert set(source.row(0, "held out").ids) == {3}
+
+
 def test_too_few_tokens_are_an_error(file):
     with pytest.raises(DataError, match="fewer than two of seq_len 2000"):
         ChunkedRows(file, 2000, seed=0, held_out=0.1)
