@@ -28,8 +28,10 @@ from glm5.config.train import Name, Place, Workers
 
 StageKind = Literal["train", "rl", "quantize"]
 _REFERENCE = re.compile(r"(stage|shown):(.*)")
-_FILES = ("files", "tokenizer_files", "path", "tasks_file", "recipe", "calibration", "held_out")
+_FILES = ("files", "tokenizer_files", "path", "tasks_file", "recipe", "calibration", "held_out", "file", "folder")
 """Keys of recipes that name files, which are looked for beside the recipe first."""
+_NO_FILES = {"calibration": "generated", "folder": r"[\w.-]+/[\w.-]+", "held_out": r"[\w.-]+/[\w.-]+"}
+"""What may stand there without being a file: of two keys an id on the Hugging Face hub."""
 
 
 class PostTrainConfig(Command):
@@ -130,7 +132,7 @@ class PostTrainRecipe(Section):
                 raise ValueError(f"two {what} called {twice[0]}")
         for number, stage in enumerate(self.stage):
             if stage.start is not None:
-                self.must_precede(number, stage.start, "start")
+                self.must_precede(number, stage.start, "start: ")
             if stage.name == "shown":
                 raise ValueError("stage shown: the folder of [[shown]] has this name; allowed: any other")
             if number == 0 and stage.kind == "quantize":
@@ -139,13 +141,13 @@ class PostTrainRecipe(Section):
             raise ValueError("evaluation.rollouts: max_tokens must be below max_model_len")
         return self
 
-    def must_precede(self, number: int, name: str, key: str) -> None:
-        """Refuse a stage that is not there yet when stage `number` begins."""
+    def must_precede(self, number: int, name: str, before: str) -> None:
+        """Refuse a stage that is not there yet when stage `number` begins. `before`: what stands before its name."""
         stage, earlier = self.stage[number], [one.name for one in self.stage[:number]]
         if name not in earlier:
             known = f"known before it are {', '.join(earlier)}" if earlier else "it is the first"
             what = "comes later, or is the stage itself" if name in {one.name for one in self.stage} else "is no stage"
-            raise ValueError(f"stage {stage.name}: {key}: {name:.80} {what}; {known}")
+            raise ValueError(f"stage {stage.name}: {before}{name:.80} {what}; {known}")
 
     def start_of(self, stage: StageSection) -> str | None:
         """The stage that one begins with; None: it begins with its own model."""
@@ -155,7 +157,8 @@ class PostTrainRecipe(Section):
 
 def read_post_train(path: str | Path, settings: tuple[str, ...] = ()) -> tuple[PostTrainRecipe, list[dict[str, Any]]]:
     """The recipe of a file with `settings` (KEY=VALUE) over it, and the recipe of each stage as a table, with paths
-    that hold from where the command runs; references stay. Raises ConfigError naming the file and the key."""
+    that hold from where the command runs; references stay. Raises ConfigError naming the file and the key, also for a
+    file that a stage names and that is not there."""
     recipe = read_toml(path, settings, PostTrainRecipe)
     tables = [_table(stage, Path(path).parent) for stage in recipe.stage]
     for number, (stage, table) in enumerate(zip(recipe.stage, tables, strict=True)):
@@ -189,33 +192,39 @@ def _references(table: Any) -> Iterator[tuple[str, str]]:
 
 
 def _table(stage: StageSection, beside: Path) -> dict[str, Any]:
+    where = f"stage {stage.name}"
     if not isinstance(stage.recipe, str):
-        return _anchored(stage.recipe, beside)
+        return _anchored(stage.recipe, beside, where)
     file = next((one for one in (beside / stage.recipe, Path(stage.recipe)) if one.is_file()), None)
     if file is None:
-        raise ConfigError(f"stage {stage.name}: recipe: {stage.recipe:.80}: no such file, neither in {beside} nor here")
+        raise ConfigError(f"{where}: recipe: {stage.recipe:.80}: no such file, neither in {beside} nor here")
     try:
-        return _anchored(tomllib.loads(read_bounded_text(file, SETTINGS, ConfigError)), file.parent)
+        return _anchored(tomllib.loads(read_bounded_text(file, SETTINGS, ConfigError)), file.parent, where)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"stage {stage.name}: {file}: cannot be understood: {error}") from None
+        raise ConfigError(f"{where}: {file}: cannot be understood: {error}") from None
 
 
-def _anchored(table: Mapping[str, Any], beside: Path) -> dict[str, Any]:
-    """The table with paths of files that lie beside a recipe as seen from where the command runs."""
+def _anchored(table: Mapping[str, Any], beside: Path, where: str) -> dict[str, Any]:
+    """The table with paths of files that lie beside a recipe as seen from where the command runs. ConfigError for a
+    file that is in neither place: the stage would be refused only after those before it had run."""
 
-    def path(value: Any) -> Any:
+    def path(value: Any, keys: list[str]) -> Any:
         if isinstance(value, list):
-            return [path(one) for one in value]
-        is_beside = (
-            isinstance(value, str) and not _REFERENCE.fullmatch(value) and glob(str(beside / value), recursive=True)
-        )
-        return str(beside / value) if is_beside else value
+            return [path(one, keys) for one in value]
+        if not isinstance(value, str) or _REFERENCE.fullmatch(value):
+            return value
+        if glob(str(beside / value), recursive=True):
+            return str(beside / value)
+        is_here = glob(str(Path(value).expanduser()), recursive=True)
+        if not is_here and not re.fullmatch(_NO_FILES.get(keys[-1], ""), value):
+            raise ConfigError(f"{where}: {'.'.join(keys)}: {value:.200}: no such file, neither in {beside} nor here")
+        return value
 
-    def walk(value: Any, key: str = "") -> Any:
+    def walk(value: Any, keys: list[str]) -> Any:
         if isinstance(value, dict):
-            return {name: walk(inner, name) for name, inner in value.items()}
-        if key in _FILES:
-            return path(value)
-        return [walk(one) for one in value] if isinstance(value, list) else value
+            return {name: walk(inner, [*keys, name]) for name, inner in value.items()}
+        if keys[-1] in _FILES:
+            return path(value, keys)
+        return [walk(one, keys) for one in value] if isinstance(value, list) else value
 
-    return walk(dict(table))
+    return {name: walk(inner, [name]) for name, inner in table.items()}

@@ -19,9 +19,14 @@ _ABOUT_SKILLS = (
     "Mean on held-out tasks, which no stage was trained on: of the reward or, where an environment knows it, of what "
     "should have been rewarded. The last stage answers over HTTP."
 )
+_ABOUT_SERVED = (
+    f"Over HTTP, the same tasks; 95 % interval by paired bootstrap, {RESAMPLES:,} resamples of tasks. Within: nothing "
+    "in the interval is a loss of more than"
+)
 _ABOUT_STAGES = (
     "Time is that of the process that ended the stage; processor time includes its own processes, memory is that of "
-    "the largest. Tokens a step: of an answer that drafts, its own included. Tokens a second are the measurement's."
+    "the largest. Tokens a step: the sampled one and the drafts that were accepted. Tokens a second are the "
+    "measurement's."
 )
 
 
@@ -110,18 +115,16 @@ def verdict(skill: str, best: str, found: Difference, margin: float) -> str:
 
 def write_post_train_page(path: Path, results: Results) -> Path:
     """Write the page, atomically; returns its path."""
-    names = [stage.name for stage in results.recipe.stage]
-    curves = {
-        one.label: [(1 + names.index(name), value) for name, value in results.scores(one.environment).items()]
-        for one in results.recipe.skill[:5]
-    }
+    curves = {one.label: [*enumerate(results.scores(one.environment).values())] for one in results.recipe.skill[:5]}
+    last = len(results.measured) - 1
     body = "".join(
         [
             f"<h2>Skills by stage</h2><p>{_ABOUT_SKILLS}</p>",
             _table(_skills(results)),
-            plot(curves, len(names)),
+            plot(curves, max(last, 1), range(1, last)),
+            f"<p>Left to right: {html.escape(', '.join(results.measured))}.</p>",
             "<h2>The served model beside each skill's best stage</h2>",
-            f"<p>Over HTTP, the same tasks; 95 % interval by paired bootstrap, {RESAMPLES:,} resamples of tasks.</p>",
+            f"<p>{_ABOUT_SERVED} {100 * results.recipe.evaluation.margin:g} points.</p>",
             _table(_served(results)),
             "<h2>Stages</h2>",
             f"<p>{_ABOUT_STAGES}</p>",
@@ -144,7 +147,7 @@ def _skills(results: Results) -> Iterable[Row]:
 
 
 def _served(results: Results) -> Iterable[Row]:
-    yield ("skill", "best stage", "its score", "served", "difference", "95 % interval", "tasks", "within the margin")
+    yield ("skill", "best stage", "its score", "served", "difference", "95 % interval", "tasks", "within")
     last = results.recipe.stage[-1].name
     for one in results.recipe.skill:
         scores, (best, found) = results.scores(one.environment), results.differences[one.environment]

@@ -136,7 +136,7 @@ class Stage:
 
 class Plan:
     """The stages of a recipe in the order in which they run. Raises ConfigError for a stage whose recipe its command
-    would refuse."""
+    would refuse, and for an environment that is not there."""
 
     def __init__(self, recipe: PostTrainRecipe, tables: Sequence[Mapping[str, Any]]) -> None:
         self.recipe, self.out = recipe, recipe.folder
@@ -149,6 +149,13 @@ class Plan:
             self._check_reward(self.stages[-1])
         if not self.stages[-1].is_policy:
             raise ConfigError(f"stage {self.stages[-1].name}: a reward model is not served; add a stage behind it")
+        trained = [
+            one for stage in self.stages if isinstance(stage.recipe, RLRecipe) for one in stage.recipe.environment
+        ]
+        for name in dict.fromkeys(
+            [*(one.environment for one in (*recipe.shown, *recipe.skill)), *(one.name for one in trained)]
+        ):
+            make(name)
 
     def _check_reward(self, stage: Stage) -> None:
         """ConfigError where a stage is rewarded by one that is no reward model: else it is said once that has run."""

@@ -71,6 +71,23 @@ def test_what_a_command_would_refuse_is_refused_before_any_runs(plan):
         plan(TEXT.replace('name = "base"', 'name = "shown"'))
 
 
+def test_a_file_or_environment_that_is_not_there_is_refused_before_any_stage_runs(plan, tmp_path):
+    anchors = 'anchors.file = "shown:solved.jsonl"'
+    assert anchors in WITH_REWARD
+    with pytest.raises(ConfigError, match=r"stage rl: reward\.anchors\.file: gone\.jsonl: no such file, neither in "):
+        plan(WITH_REWARD.replace(anchors, 'anchors.file = "gone.jsonl"'))
+    with pytest.raises(ConfigError, match=r"stage w4a8: recipe: a/gone\.toml: no such file"):
+        plan(TEXT.replace('scheme = "w4a8"', 'recipe = "a/gone.toml"'))
+    with pytest.raises(ConfigError, match=r"stage rl: reward\.model\.folder: gone: no such file"):
+        plan(WITH_REWARD.replace('"stage:liking"', '"gone"'))
+    (tmp_path / "here.jsonl").touch()
+    plan(WITH_REWARD.replace(anchors, 'anchors.file = "here.jsonl"').replace('"stage:liking"', '"owner/on-the-hub"'))
+    plan(TEXT.replace('scheme = "w4a8"', 'scheme = "w4a8", calibration = "generated"'))
+    for name in ("sort", "guess"):
+        with pytest.raises(ConfigError, match="no environment is called 'sortt'; did you mean sort"):
+            plan(TEXT.replace(f'"{name}"', '"sortt"'))
+
+
 @pytest.mark.parametrize("content", [b"{{", b"\xff\xfe"])
 def test_a_damaged_recipe_of_a_begun_stage_is_named(plan, content):
     stage = plan().stages[1]
