@@ -15,5 +15,5 @@ def current(device: torch.device) -> Iterator[None]:
 
 def make_current(device: torch.device) -> None:
     """From now on this thread's current GPU is `device`, if it is one; "cuda" without a number already is."""
-    if device.index is not None and device.type == "cuda":
+    if device.type == "cuda" and device != torch.device("cuda"):
         torch.cuda.set_device(device)
