@@ -27,7 +27,8 @@ def measure(settings: ReportConfig, say: Callable[[str], None]) -> str:
     known = registry()
     claim = next((one for one in known.claim if one.name == settings.row), None)
     if claim is None:
-        raise UsageError(f"--row: got {settings.row}; {nearest(str(settings.row), [one.name for one in known.claim])}")
+        close = nearest(str(settings.row), [one.name for one in known.claim])
+        raise UsageError(f"--row: got {settings.row}; {close} (--list names all)")
     if claim.why is not None:
         raise UsageError(f"--row {claim.name}: it is not measured: {claim.why}")
     if claim.command is not None:
