@@ -160,7 +160,7 @@ def read_post_train(path: str | Path, settings: tuple[str, ...] = ()) -> tuple[P
     that hold from where the command runs; references stay. Raises ConfigError naming the file and the key, also for a
     file that a stage names and that is not there."""
     recipe = read_toml(path, settings, PostTrainRecipe)
-    tables = [_table(stage, Path(path).parent) for stage in recipe.stage]
+    tables = [_table(stage, Path(path)) for stage in recipe.stage]
     for number, (stage, table) in enumerate(zip(recipe.stage, tables, strict=True)):
         for kind, name in _references(table):
             try:
@@ -191,17 +191,18 @@ def _references(table: Any) -> Iterator[tuple[str, str]]:
     yield from found
 
 
-def _table(stage: StageSection, beside: Path) -> dict[str, Any]:
-    where = f"stage {stage.name}"
+def _table(stage: StageSection, recipe: Path) -> dict[str, Any]:
+    beside, where = recipe.parent, f"{recipe}: stage {stage.name}"
     if not isinstance(stage.recipe, str):
         return _anchored(stage.recipe, beside, where)
     file = next((one for one in (beside / stage.recipe, Path(stage.recipe)) if one.is_file()), None)
     if file is None:
         raise ConfigError(f"{where}: recipe: {stage.recipe:.80}: no such file, neither in {beside} nor here")
     try:
-        return _anchored(tomllib.loads(read_bounded_text(file, SETTINGS, ConfigError)), file.parent, where)
+        table = tomllib.loads(read_bounded_text(file, SETTINGS, ConfigError))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: {file}: cannot be understood: {error}") from None
+    return _anchored(table, file.parent, where)
 
 
 def _anchored(table: Mapping[str, Any], beside: Path, where: str) -> dict[str, Any]:

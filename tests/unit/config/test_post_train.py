@@ -36,9 +36,7 @@ recipe = { scheme = "w4a8" }
 
 
 def read(tmp_path, text, *settings):
-    (tmp_path / "own.toml").write_text(
-        'steps = 3\nteacher = [{ checkpoint = "stage:base" }]\nfiles = ["*.jsonl", "no"]'
-    )
+    (tmp_path / "own.toml").write_text('steps = 3\nteacher = [{ checkpoint = "stage:base" }]\nfiles = ["*.jsonl"]')
     (tmp_path / "some.jsonl").write_text("{}\n")
     file = tmp_path / "recipe.toml"
     file.write_text(text)
@@ -48,7 +46,7 @@ def read(tmp_path, text, *settings):
 def test_stages_are_tables_with_files_beside_the_recipe(tmp_path):
     recipe, (base, rl, w4a8) = read(tmp_path, TEXT)
     assert [recipe.start_of(stage) for stage in recipe.stage] == [None, "base", "base"]
-    assert rl["files"] == [str(tmp_path / "*.jsonl"), "no"]
+    assert rl["files"] == [str(tmp_path / "*.jsonl")]
     assert w4a8 == {"scheme": "w4a8"}
     found = resolved([base, rl], lambda kind, name: f"<{kind} {name}>")
     assert found[0]["model"] == {"tokenizer_files": ["<shown solved.txt>"]}
@@ -76,8 +74,9 @@ def test_stages_are_tables_with_files_beside_the_recipe(tmp_path):
         ),
         ('name = "rl"', 'name = "base"', "two stages are called base"),
         ('recipe = "own.toml"', 'recipe = "other.toml"', "stage rl: recipe: other.toml: no such file"),
+        ('recipe = "own.toml"', 'recipe = { data = { files = "no" } }', "stage rl: data.files: no: no such file"),
         ("shown:solved.txt", "shown:other.txt", r"shown:other.txt is no file of a \[\[shown\]\]; known: solved.jsonl"),
-        ("shown:solved.txt", "stage:rl", "stage base: stage:: rl comes later"),
+        ("shown:solved.txt", "stage:rl", "stage base: stage:rl comes later"),
         ('kind = "rl"', 'kind = "chat"', r"stage\.1\.kind: got 'chat'"),
         ("tasks = 4", "tasks = 0", r"evaluation\.tasks: got 0; allowed: at least 1"),
         ("tasks = 4", "tasks = 4\nmargin = nan", r"evaluation\.margin"),

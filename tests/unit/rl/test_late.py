@@ -96,9 +96,8 @@ class Silent:
 def test_a_program_that_is_late_is_killed():
     session = SimpleNamespace(trained=SegmentTree, num_forks=0)
     gateway = SimpleNamespace(key="key", environment={}, begin=lambda *_: "", end=lambda _: session)
-    gateways = SimpleNamespace(of=lambda _: gateway)
     agent = AgentSection(command=(sys.executable, "-c", "print('said')"), timeout_s=600)
-    rollouts, ended, _ = played(lambda workers: ProgramHarness(POLICY, workers, CHAT, gateways, agent), ends=3)  # pyright: ignore[reportArgumentType]
+    rollouts, ended, _ = played(lambda workers: ProgramHarness(POLICY, workers, CHAT, gateway, agent), ends=3)  # pyright: ignore[reportArgumentType]
     assert [one.failure for one in rollouts] == [None, None, "stale", None]
     assert ended[-1] == HANGS
 
