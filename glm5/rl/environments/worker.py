@@ -54,7 +54,7 @@ class Worker:
             return _failure(error)
 
     def _batch(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [self._result(json.loads(one)) for one in request["requests"]]
+        return [self._result(one) for one in request["requests"]]
 
     def _start(self, request: Mapping[str, Any]) -> dict[str, list[Any]]:
         os.chdir(request["folder"])  # names of environments may be paths

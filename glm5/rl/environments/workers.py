@@ -29,7 +29,7 @@ from glm5.common.errors import ConfigError
 from glm5.common.interrupt import signal_name
 from glm5.rl.environments.protocol import EpisodeFailed, Message, Reply, Task, Turn
 from glm5.rl.environments.verifiers import python_of
-from glm5.rl.environments.wire import MAX_FRAME, TooLarge, as_json, as_task, as_turn, frame
+from glm5.rl.environments.wire import MAX_FRAME, TooLarge, as_json, as_task, as_turn, batch_frame, frame
 from glm5.rl.environments.worker import NUM_THREADS
 from glm5.rl.sandbox.backends import Backend
 
@@ -245,7 +245,7 @@ class _Worker:
     async def ask(self, op: str, seconds: float, kind: Kind | None, **fields: Any) -> Any:
         """The answer to a request about tasks of that kind. Raises EpisodeFailed."""
         if kind not in self.quick or len(request := json.dumps({"op": op, **fields})) > MAX_BATCHED:
-            return await self._ask(op, seconds, **fields)
+            return await self._ask(op, seconds, lambda number: frame({"id": number, "op": op, **fields}))
         if not self._batch or len(self._batch) == MAX_BATCH:
             self._batch = list[tuple[str, asyncio.Future[Any]]]()
             self._asking = asyncio.create_task(self._ask_together(self._batch, seconds))
@@ -258,19 +258,20 @@ class _Worker:
         if self._batch is batch:
             self._batch = []
         try:
-            answers = await self._ask("batch", seconds, requests=[request for request, _ in batch])
+            requests = [request for request, _ in batch]
+            answers = await self._ask("batch", seconds, lambda number: batch_frame(number, requests))
             for (_, waiting), answer in zip(batch, answers, strict=True):
                 _settle(waiting, answer)
         except Exception as error:  # noqa: BLE001 - raised where it was asked
             _fail_all([waiting for _, waiting in batch], error)
 
-    async def _ask(self, op: str, seconds: float, **fields: Any) -> Any:
+    async def _ask(self, op: str, seconds: float, framed: Callable[[int], bytes]) -> Any:
         async with self._turns:  # so that the time limit does not count a wait for other episodes
             if self._gone:
                 raise EpisodeFailed("environment", self._gone)
             number = next(self._numbers)
             try:
-                message = frame({"id": number, "op": op, **fields})
+                message = framed(number)
             except TooLarge as error:
                 raise EpisodeFailed("harness", str(error)) from None
             answer = self._waiting[number] = asyncio.get_running_loop().create_future()
