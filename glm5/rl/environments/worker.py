@@ -67,7 +67,8 @@ class Worker:
         scoring = [name for name, one in known if type(one).score_group is not Environment.score_group]
         levels = ((name, one, level) for name, one in known if one.is_quick for level in range(one.levels))
         quick = [(name, level) for name, one, level in levels if level not in one.sandbox_levels]
-        return {"quick": quick, "scoring": scoring}
+        beginning = [(name, level) for name, one in known if one.begins_quickly for level in range(one.levels)]
+        return {"quick": quick, "beginning": [*quick, *beginning], "scoring": scoring}
 
     def _task(self, request: Mapping[str, Any]) -> dict[str, Any]:
         return as_json(self._environments[request["name"]].task(request["seed"], request["level"]))

@@ -36,8 +36,9 @@ async def collect(
     concurrency: int | None = None,
     on_group: Callable[[Group], None] = lambda _: None,
 ) -> list[Group]:
-    """The groups of `draws`, in their order; in self-play one for each seat. `concurrency`: the most rollouts at a
-    time. `on_group` is called as each ends. Raises groups of EngineDead or TrainingError."""
+    """The groups of `draws`, in their order; in self-play one for each seat. Those whose environment takes its time
+    are begun first, so that it does while others are sampled. `concurrency`: the most rollouts at a time. `on_group`
+    is called as each ends. Raises groups of EngineDead or TrainingError."""
     at_once = asyncio.Semaphore(max(1, concurrency // group_size) if concurrency is not None else 10**9)
 
     async def one(draw: Draw) -> list[Group]:
@@ -48,8 +49,9 @@ async def collect(
         return groups
 
     async with asyncio.TaskGroup() as running:
-        tasks = [running.create_task(one(draw)) for draw in draws]
-    return [group for task in tasks for group in task.result()]
+        slow_first = sorted(draws, key=lambda draw: harness.workers.is_quick(draw.environment, draw.level))
+        tasks = {draw: running.create_task(one(draw)) for draw in slow_first}
+    return [group for draw in draws for group in tasks[draw].result()]
 
 
 def cause_of(error: Exception) -> Exception:
