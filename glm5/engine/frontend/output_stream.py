@@ -161,7 +161,7 @@ class OutputStream:
             if type(item) is int:
                 gain.token_ids.append(item)
                 continue
-            if type(item) is TokenLogprobs:
+            if isinstance(item, TokenLogprobs):
                 gain.token_ids.append(item.token_id)
                 gain.logprobs.append(item)
                 continue

@@ -221,7 +221,8 @@ class _Slot:
 
 class _Worker:
     """A process, and the requests that it has not answered. `quick`: tasks whose requests may travel together;
-    `beginning`: those of which `reset` may. `scoring`: names of environments with rewards that depend on a whole group."""
+    `beginning`: those of which `reset` may. `scoring`: names of environments with rewards that depend on a whole
+    group."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
