@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 SERVER = 5_000
 """New objects between collections, each of which takes 3 ms then: users wait for tokens meanwhile."""
-TRAINER = 50_000
-"""Nobody waits for a pause of 50 ms there."""
+TRAINER = 500_000
+"""More than a step of 5,000 rollouts makes at a time (300,000): collections would look through them again and again
+while they are played. Nobody waits for a pause of 200 ms there."""
 
 
 def settle() -> None:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import mean, pstdev
+from statistics import fmean, pstdev
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +37,13 @@ def figures_of(version: int, groups: Sequence[Group], trained: Trained, times: M
     lengths = [rollout.tree.num_sampled for rollout in rollouts]
     flat = [len({rollout.reward for rollout in group.rollouts if rollout.is_valid}) < 2 for group in groups]
     found = {
-        "reward/mean": mean(rewards),
+        "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/frac_zero_std": sum(flat) / len(flat),
-        "len/mean": mean(lengths),
+        "len/mean": fmean(lengths),
         "len/max": max(lengths),
-        "turns/mean": mean([rollout.num_turns for rollout in rollouts]),
-        "len/truncated": mean([float(rollout.is_truncated) for rollout in rollouts]),
+        "turns/mean": fmean([rollout.num_turns for rollout in rollouts]),
+        "len/truncated": fmean([float(rollout.is_truncated) for rollout in rollouts]),
         "group/padded": repairs.filled,
         "group/dropped": repairs.dropped,
         "group/refilled": len({group.number for group in groups if group.number >= REPLACING}),
@@ -69,9 +69,9 @@ def _of_environments(rollouts: Sequence[Rollout]) -> dict[str, float]:
         rewards[rollout.task.environment].append(rollout.reward)
         for name, value in rollout.metrics.items():
             metrics[name].append(value)
-    found = {f"metric/{name}": mean(values) for name, values in metrics.items()}
+    found = {f"metric/{name}": fmean(values) for name, values in metrics.items()}
     if len(rewards) > 1:
-        found |= {f"reward/{name}": mean(values) for name, values in rewards.items()}
+        found |= {f"reward/{name}": fmean(values) for name, values in rewards.items()}
     if calls := sum(metrics["tool_calls"]):
         found["tool/fail"] = sum(metrics["tool_errors"]) / calls
     return found
@@ -133,21 +133,19 @@ def _of_teachers(scores: Scores) -> dict[str, float]:
 def _staleness(newest: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Pushes between the weights that sampled a token and those that are trained on it, and between the oldest that
     computed a key of its context and those that sampled it."""
-    tokens = [
-        (version, oldest)
-        for rollout in rollouts
-        if rollout.failure != "stale"
-        for segment in rollout.tree.segments
-        for version, oldest in zip(segment.versions, segment.key_versions or segment.versions, strict=True)
-    ]
-    if not tokens:
+    versions, oldest = list[int](), list[int]()
+    for segment in (one for rollout in rollouts if rollout.failure != "stale" for one in rollout.tree.segments):
+        versions += segment.versions
+        oldest += segment.key_versions or segment.versions
+    if not versions:
         return {}
-    ages, of_keys = [newest - version for version, _ in tokens], [version - oldest for version, oldest in tokens]
-    shares = np.bincount(np.clip(ages, 0, MOST_AGED), minlength=MOST_AGED + 1) / len(ages)
-    found = {f"staleness/share_{age}": share for age, share in enumerate(shares) if max(ages)}
+    version_T = np.array(versions)
+    age_T, key_age_T = newest - version_T, version_T - np.array(oldest)
+    shares = np.bincount(np.clip(age_T, 0, MOST_AGED), minlength=MOST_AGED + 1) / len(age_T)
+    found = {f"staleness/share_{age}": share for age, share in enumerate(shares) if age_T.max()}
     return found | {
-        "staleness/mean": mean(ages),
-        "staleness/max": max(ages),
-        "keys/older_frac": mean([float(age > 0) for age in of_keys]),
-        "keys/age_max": max(of_keys),
+        "staleness/mean": age_T.mean(),
+        "staleness/max": age_T.max(),
+        "keys/older_frac": (key_age_T > 0).mean(),
+        "keys/age_max": key_age_T.max(),
     }

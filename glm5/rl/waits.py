@@ -10,7 +10,7 @@ Beside them what a prediction of another run needs (predict.py): how long episod
 import math
 import time
 from collections.abc import Mapping, Sequence
-from statistics import mean
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,13 @@ def episode_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
     names = sorted({one.task.environment for one in rollouts})
     for name in [None, *(names if len(names) > 1 else ())]:
         some = [one for one in rollouts if name in (None, one.task.environment)]
-        own = {"s": mean(one.seconds for one in some), "turns": float(mean(one.num_turns for one in some))}
-        own["failed"] = mean(float(one.failure not in (None, "stale")) for one in some)
+        own = {"s": fmean(one.seconds for one in some), "turns": fmean(one.num_turns for one in some)}
+        own["failed"] = fmean(one.failure not in (None, "stale") for one in some)
         for key, values in (
             ("tokens", [one.tree.num_sampled for one in some]),
             ("environment_s", [one.environment_seconds for one in some]),
         ):
-            own[key] = mean(map(float, values))
+            own[key] = fmean(values)
             own |= {f"{key}_{at}": float(np.quantile(values, share)) for at, share in QUANTILES.items()}
         found |= {f"episode/{key}" + (f"/{name}" if name else ""): value for key, value in own.items()}
     if found["episode/environment_s"]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
-from itertools import count
+from itertools import count, repeat
 from random import Random
 from typing import Any
 
@@ -122,9 +122,10 @@ class Client:
         """
         prompt_ids = self.request_builder.check(prompt_ids, params, options)
         request = Request(str(next(self._numbers)) if request_id is None else request_id, prompt_ids, params, deliver)
+        no_text = None if params.detokenize else AnswerText(None, params)  # of which nothing is to be kept apart
+        sent = request.metrics.arrival_time
         for index in range(params.n):
-            text = AnswerText(self.tokenizer if params.detokenize else None, params)
-            sent = request.metrics.arrival_time
+            text = no_text or AnswerText(self.tokenizer, params)
             stream = OutputStream(index, params, text, self._spell, sent=sent, interval=interval)
             request.streams[next(self._seq_ids)] = stream
         request.unfinished.update(request.streams)
@@ -237,16 +238,17 @@ class Client:
     def _grow(self, growth: Growth, now: float) -> None:
         """Add the tokens of a step to their streams. This is run for every token: it must be short."""
         growing, version = self._growing, growth.version
-        if growth.counts or growth.logprobs or growth.sampling_mask:
+        if growth.counts or growth.sampling_mask:
             for update in growth.updates():
                 self._update(update, now)
             return
-        for seq_id, token_id in zip(growth.seq_ids, growth.token_ids, strict=True):
+        entries = growth.logprobs or repeat(None, len(growth.seq_ids))
+        for seq_id, token_id, entry in zip(growth.seq_ids, growth.token_ids, entries, strict=True):
             known = growing.get(seq_id)
             if known is None:  # see `_update`
                 continue
             request, stream = known
-            stream.add_token(token_id, version, now)
+            stream.add_token(token_id, version, now, entry)
             if stream.found_stop:
                 self._end(seq_id, request, stream, now)
             if stream.found_stop or len(stream.news) >= stream.threshold:

@@ -14,7 +14,7 @@ from typing import Literal, cast
 
 from msgspec.structs import replace
 
-from glm5.engine.frontend.outputs import Delta, FinishReason, Logprob, Piece
+from glm5.engine.frontend.outputs import Delta, FinishReason, LogprobRows, Piece
 from glm5.engine.frontend.text import AnswerText
 from glm5.engine.sampling.params import SamplingParams
 from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs, Update
@@ -22,7 +22,8 @@ from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs, Update
 Spell = Callable[[int], str | None]
 NEVER = sys.maxsize
 _Searched = tuple[int | Update, list[Piece]]
-_News = int | Update | _Searched  # a token, or an update that says more; with its text if that was searched
+# A token, by itself or with its log-probabilities, or an update that says more; with its text if that was searched.
+_News = int | TokenLogprobs | Update | _Searched
 
 
 @dataclass
@@ -83,15 +84,16 @@ class OutputStream:
             self.arrivals.append(now)
         self.news.append(self._searched(update) if self.is_searched else update)
 
-    def add_token(self, token_id: int, version: int, now: float) -> None:
-        """`add` for an update with this token and no more, made short: it is called for every token."""
-        if version != self.version:
-            self.add(Update(0, [token_id], version), now)
+    def add_token(self, token_id: int, version: int, now: float, entry: TokenLogprobs | None = None) -> None:
+        """`add` for an update with this token and no more than its log-probabilities, made short: it is called for
+        every token."""
+        if version != self.version or (entry is not None and self.is_searched):
+            self.add(Update(0, [token_id], version, logprobs=None if entry is None else [entry]), now)
             return
         self.arrived = now
         self.arrivals.append(now)
         if not self.is_searched:
-            self.news.append(token_id)
+            self.news.append(token_id if entry is None else entry)
             return
         self._num_searched += 1
         pieces = self._text.feed(token_id, check_stop=self._num_searched > self._params.min_tokens)
@@ -159,6 +161,10 @@ class OutputStream:
             if type(item) is int:
                 gain.token_ids.append(item)
                 continue
+            if isinstance(item, TokenLogprobs):
+                gain.token_ids.append(item.token_id)
+                gain.logprobs.append(item)
+                continue
             update, pieces = item if isinstance(item, tuple) else (item, ())
             if isinstance(update, int):
                 gain.token_ids.append(update)
@@ -180,18 +186,18 @@ class OutputStream:
         if stopped_by is None and _ends_text(token_ids, reason) and token_ids[-1] in self._params.stop_token_ids:
             stopped_by = token_ids[-1]
         pieces = gain.pieces if self.is_searched else self._pieces(token_ids, reason)
-        entries = gain.logprobs
+        entries, prompt = gain.logprobs, gain.prompt_logprobs
         return Delta(
             token_ids=tuple(token_ids),
             pieces=_with_text(pieces),
             finish_reason=reason,
             stop_reason=stopped_by,
-            logprobs=tuple(map(self._entry, entries)) if entries else (),
+            logprobs=LogprobRows(entries, self._spell) if entries else (),
             index=self.index,
             version=self._read_version,
             tempered_logprobs=tuple([entry.tempered for entry in entries]) if entries else (),
             num_cached_tokens=gain.num_cached,
-            prompt_logprobs=None if gain.prompt_logprobs is None else tuple(map(self._entry, gain.prompt_logprobs)),
+            prompt_logprobs=None if prompt is None else LogprobRows(prompt, self._spell),
             routed_experts=gain.routed,
             sampling_mask=tuple(gain.sampling_mask),
             key_versions=gain.key_versions,
@@ -211,14 +217,6 @@ class OutputStream:
         """The end of the text. The last of the tokens, if there are any, is not in it unless that was asked for."""
         is_shown = bool(token_ids) and self._params.include_stop_str_in_output
         return self._text.end(token_ids[-1] if is_shown else None)
-
-    def _entry(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The token itself first, then the likeliest."""
-        spell = self._spell
-        found = {entry.token_id: Logprob(entry.logprob, entry.rank, spell(entry.token_id), entry.tempered)}
-        for rank, (token_id, logprob, tempered) in enumerate(entry.likeliest, start=1):
-            found.setdefault(token_id, Logprob(logprob, rank, spell(token_id), tempered))
-        return found
 
 
 def _with_text(pieces: Sequence[Piece]) -> tuple[Piece, ...]:

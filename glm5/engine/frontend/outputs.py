@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import msgspec
 
-from glm5.engine.transport.wire import RoutedExperts
+from glm5.engine.transport.wire import RoutedExperts, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +28,30 @@ class Logprob(NamedTuple):
     rank: int
     decoded_token: str | None = None
     tempered: float | None = None
+
+
+class LogprobRows(Sequence[dict[int, Logprob]]):
+    """Log-probabilities of tokens: of each the token itself first, then the likeliest. A row is made when it is read,
+    since trainers read `tempered_logprobs` alone. `spell` gives the text of a token by itself."""
+
+    def __init__(self, entries: Sequence[TokenLogprobs], spell: Callable[[int], str | None]) -> None:
+        self._entries, self._spell = entries, spell
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+    @overload
+    def __getitem__(self, index: slice) -> LogprobRows: ...
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | LogprobRows:
+        if isinstance(index, slice):
+            return LogprobRows(self._entries[index], self._spell)
+        entry, spell = self._entries[index], self._spell
+        found = {entry.token_id: Logprob(entry.logprob, entry.rank, spell(entry.token_id), entry.tempered)}
+        for rank, (token_id, logprob, tempered) in enumerate(entry.likeliest, start=1):
+            found.setdefault(token_id, Logprob(logprob, rank, spell(token_id), tempered))
+        return found
 
 
 class Piece(NamedTuple):
@@ -58,12 +82,12 @@ class Delta(msgspec.Struct, frozen=True):
     pieces: tuple[Piece, ...]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    logprobs: tuple[dict[int, Logprob], ...] = ()
+    logprobs: Sequence[dict[int, Logprob]] = ()
     index: int = 0
     version: int = 0
     tempered_logprobs: tuple[float, ...] = ()
     num_cached_tokens: int | None = None
-    prompt_logprobs: tuple[dict[int, Logprob], ...] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob]] | None = None
     routed_experts: RoutedExperts | None = None
     sampling_mask: tuple[bytes, ...] = ()
     key_versions: list[tuple[int, int]] | None = None

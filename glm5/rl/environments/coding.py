@@ -48,7 +48,7 @@ finally:
 class Coding(Environment):
     """`boxes`: where programs run."""
 
-    name, levels, sandbox_levels = "code", 3, range(3)
+    name, levels, sandbox_levels, begins_quickly = "code", 3, range(3), True
 
     def __init__(self, boxes: Boxes = NO_BOXES) -> None:
         self._boxes = boxes

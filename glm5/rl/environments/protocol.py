@@ -114,8 +114,9 @@ class Environment(Protocol):
     `levels`: number of levels of difficulty, 0 the easiest. `num_turns`: the most replies of an episode, of all seats
     together. `sandbox_levels`: those whose tasks run what the policy writes. `is_quick`: whether every answer at the
     other levels is computed in far less than a millisecond and waits for nothing, so that a worker may give many in one
-    go. `folder`: where its tasks lie, if in one; it gives none whose key is in `left_out` of it. An object serves many
-    episodes at once, from several threads: it keeps no state of theirs.
+    go; `begins_quickly`: whether `reset` does, at all levels. `folder`: where its tasks lie, if in one; it gives none
+    whose key is in `left_out` of it. An object serves many episodes at once, from several threads: it keeps no state of
+    theirs.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Environment(Protocol):
     num_seats: int = 1
     sandbox_levels: Sequence[int] = ()
     is_quick: bool = False
+    begins_quickly: bool = False
 
     def task(self, seed: int, level: int) -> Task:
         """Any seed from 0 is a task; `level` from 0 to `levels` - 1."""

@@ -49,7 +49,7 @@ class Problem:
 class Tools(Environment):
     """`boxes`: where programs of the last level run."""
 
-    name, num_turns, levels, sandbox_levels, is_quick = "tools", NUM_TURNS, 3, (2,), True
+    name, num_turns, levels, sandbox_levels, is_quick, begins_quickly = "tools", NUM_TURNS, 3, (2,), True, True
 
     def __init__(self, boxes: Boxes = NO_BOXES) -> None:
         self._boxes = boxes

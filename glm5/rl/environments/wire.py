@@ -2,12 +2,12 @@
 
 request   {"id", "op": start | task | reset | step | close | score_group | batch, ...}
 answer    {"id", "value"} or {"id", "failed": [kind, reason]}
-batch     "requests": requests without ids, each a string of JSON; "value": a list of answers without ids
+batch     "requests": requests without ids; "value": a list of answers without ids
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glm5.rl.environments.protocol import Reply, Task, Turn
@@ -26,6 +26,11 @@ def frame(message: Mapping[str, Any]) -> bytes:
     if len(line) > MAX_FRAME:
         raise TooLarge(f"a message of {len(line)} bytes; allowed are {MAX_FRAME}")
     return line
+
+
+def batch_frame(number: int, requests: Sequence[str]) -> bytes:
+    """A batch of requests that are JSON already, and that together are short enough."""
+    return f'{{"id": {number}, "op": "batch", "requests": [{", ".join(requests)}]}}\n'.encode()
 
 
 def as_json(value: Task | Reply | Turn) -> dict[str, Any]:

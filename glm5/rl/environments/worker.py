@@ -54,7 +54,7 @@ class Worker:
             return _failure(error)
 
     def _batch(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [self._result(json.loads(one)) for one in request["requests"]]
+        return [self._result(one) for one in request["requests"]]
 
     def _start(self, request: Mapping[str, Any]) -> dict[str, list[Any]]:
         os.chdir(request["folder"])  # names of environments may be paths
@@ -67,7 +67,8 @@ class Worker:
         scoring = [name for name, one in known if type(one).score_group is not Environment.score_group]
         levels = ((name, one, level) for name, one in known if one.is_quick for level in range(one.levels))
         quick = [(name, level) for name, one, level in levels if level not in one.sandbox_levels]
-        return {"quick": quick, "scoring": scoring}
+        beginning = [(name, level) for name, one in known if one.begins_quickly for level in range(one.levels)]
+        return {"quick": quick, "beginning": [*quick, *beginning], "scoring": scoring}
 
     def _task(self, request: Mapping[str, Any]) -> dict[str, Any]:
         return as_json(self._environments[request["name"]].task(request["seed"], request["level"]))

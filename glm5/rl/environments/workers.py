@@ -29,7 +29,7 @@ from glm5.common.errors import ConfigError
 from glm5.common.interrupt import signal_name
 from glm5.rl.environments.protocol import EpisodeFailed, Message, Reply, Task, Turn
 from glm5.rl.environments.verifiers import python_of
-from glm5.rl.environments.wire import MAX_FRAME, TooLarge, as_json, as_task, as_turn, frame
+from glm5.rl.environments.wire import MAX_FRAME, TooLarge, as_json, as_task, as_turn, batch_frame, frame
 from glm5.rl.environments.worker import NUM_THREADS
 from glm5.rl.sandbox.backends import Backend
 
@@ -83,8 +83,13 @@ class EnvironmentWorkers:
 
     async def task(self, name: str, seed: int, level: int) -> Task:
         """The task of that seed and level."""
-        worker = await self._freest(name).worker()
-        return as_task(await worker.ask("task", self._seconds, (name, level), name=name, seed=seed, level=level))
+        slot = self._freest(name)
+        slot.num_episodes += 1  # while it is made, so that others are made elsewhere
+        try:
+            worker = await slot.worker()
+            return as_task(await worker.ask("task", self._seconds, (name, level), name=name, seed=seed, level=level))
+        finally:
+            slot.num_episodes -= 1
 
     async def reset(self, task: Task) -> "RemoteEpisode":
         """Begin an episode. Raises EpisodeFailed, as all of these do."""
@@ -98,7 +103,7 @@ class EnvironmentWorkers:
         place of one that could not begin."""
         slot = self._freest(task.environment)
         try:
-            is_quick = _kind_of(task) in (await slot.worker()).quick
+            is_quick = _kind_of(task) in (await slot.worker()).beginning
         except EpisodeFailed as failure:
             return [failure] * count
         parts = [count] if is_quick else [1] * count
@@ -130,6 +135,10 @@ class EnvironmentWorkers:
         if task.environment not in worker.scoring:
             return list(rewards)
         return await worker.ask("score_group", self._seconds, _kind_of(task), task=as_json(task), rewards=list(rewards))
+
+    def is_quick(self, name: str, level: int) -> bool:
+        """Whether every answer about such a task is computed at once; False as long as no worker has told."""
+        return any(slot.is_quick(name, level) for slot in self._slots)
 
     def _freest(self, name: str) -> "_Slot":
         """Of those that run an environment."""
@@ -202,18 +211,22 @@ class _Slot:
                 self._worker = await _Worker.start(python, self._settings)
             return self._worker
 
+    def is_quick(self, name: str, level: int) -> bool:
+        return self._worker is not None and (name, level) in self._worker.quick
+
     async def close(self) -> None:
         if self._worker is not None:
             await self._worker.close()
 
 
 class _Worker:
-    """A process, and the requests that it has not answered. `quick`: tasks whose requests may travel together.
-    `scoring`: names of environments with rewards that depend on a whole group."""
+    """A process, and the requests that it has not answered. `quick`: tasks whose requests may travel together;
+    `beginning`: those of which `reset` may. `scoring`: names of environments with rewards that depend on a whole
+    group."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self.quick, self.scoring = frozenset[Kind](), frozenset[str]()
+        self.quick, self.beginning, self.scoring = frozenset[Kind](), frozenset[Kind](), frozenset[str]()
         self._batch = list[tuple[str, asyncio.Future[Any]]]()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers, self._turns = count(), asyncio.Semaphore(NUM_THREADS)
@@ -230,7 +243,8 @@ class _Worker:
         worker = cls(process)
         try:
             found = await worker.ask("start", START_SECONDS, None, **settings)
-            worker.quick, worker.scoring = frozenset(map(tuple, found["quick"])), frozenset(found["scoring"])
+            worker.quick, worker.beginning = (frozenset(map(tuple, found[one])) for one in ("quick", "beginning"))
+            worker.scoring = frozenset(found["scoring"])
         except BaseException as error:
             await worker.end("it could not start")
             if isinstance(error, EpisodeFailed) and (why := await _import_error(python, home)):
@@ -244,8 +258,9 @@ class _Worker:
 
     async def ask(self, op: str, seconds: float, kind: Kind | None, **fields: Any) -> Any:
         """The answer to a request about tasks of that kind. Raises EpisodeFailed."""
-        if kind not in self.quick or len(request := json.dumps({"op": op, **fields})) > MAX_BATCHED:
-            return await self._ask(op, seconds, **fields)
+        quick = self.beginning if op == "reset" else self.quick
+        if kind not in quick or len(request := json.dumps({"op": op, **fields})) > MAX_BATCHED:
+            return await self._ask(op, seconds, lambda number: frame({"id": number, "op": op, **fields}))
         if not self._batch or len(self._batch) == MAX_BATCH:
             self._batch = list[tuple[str, asyncio.Future[Any]]]()
             self._asking = asyncio.create_task(self._ask_together(self._batch, seconds))
@@ -258,19 +273,20 @@ class _Worker:
         if self._batch is batch:
             self._batch = []
         try:
-            answers = await self._ask("batch", seconds, requests=[request for request, _ in batch])
+            requests = [request for request, _ in batch]
+            answers = await self._ask("batch", seconds, lambda number: batch_frame(number, requests))
             for (_, waiting), answer in zip(batch, answers, strict=True):
                 _settle(waiting, answer)
         except Exception as error:  # noqa: BLE001 - raised where it was asked
             _fail_all([waiting for _, waiting in batch], error)
 
-    async def _ask(self, op: str, seconds: float, **fields: Any) -> Any:
+    async def _ask(self, op: str, seconds: float, framed: Callable[[int], bytes]) -> Any:
         async with self._turns:  # so that the time limit does not count a wait for other episodes
             if self._gone:
                 raise EpisodeFailed("environment", self._gone)
             number = next(self._numbers)
             try:
-                message = frame({"id": number, "op": op, **fields})
+                message = framed(number)
             except TooLarge as error:
                 raise EpisodeFailed("harness", str(error)) from None
             answer = self._waiting[number] = asyncio.get_running_loop().create_future()

@@ -32,7 +32,7 @@ class TokenChat:
         self._options = {"enable_thinking": enable_thinking, "clear_thinking": False}
         self._prompts: dict[str, list[int]] = {}
         self._known: dict[str, list[int]] = {}
-        self._replies: dict[tuple[int, ...], Reply] = {}
+        self._replies: dict[tuple[tuple[int, ...], str, int], Reply] = {}
         self._functions: dict[str, Functions] = {}
         self._continuations = Continuations(template, self._options)
         try:
@@ -80,18 +80,26 @@ class TokenChat:
         """Token ids of a reply of text alone, as a policy would sample them."""
         return [*self.tokenizer.encode(content, allow_special=False), self._end]
 
-    def reply(self, token_ids: Sequence[int], tools: Tools, *, is_truncated: bool) -> Reply:
-        """What sampled tokens say."""
-        if tools or is_truncated or len(token_ids) > _LONGEST_KEPT:
-            return self._parse(token_ids, tools, is_truncated=is_truncated)
-        return _remembered(self._replies, tuple(token_ids), lambda: self._parse(token_ids, (), is_truncated=False))
+    def reply(self, token_ids: Sequence[int], tools: Tools, *, is_truncated: bool, num_calls: int = 0) -> Reply:
+        """What sampled tokens say. `num_calls`: of earlier replies of the conversation. Calls are numbered, so that
+        what a group's rollouts say alike is equal, and so is what follows."""
+        offered = repr(tools)
 
-    def _parse(self, token_ids: Sequence[int], tools: Tools, *, is_truncated: bool) -> Reply:
-        functions = _remembered(self._functions, repr(tools), lambda: Functions(list(tools) or None))
+        def parsed() -> Reply:
+            return self._parse(token_ids, tools, offered, is_truncated=is_truncated, num_calls=num_calls)
+
+        if is_truncated or len(token_ids) > _LONGEST_KEPT:
+            return parsed()
+        return _remembered(self._replies, (tuple(token_ids), offered, num_calls), parsed)
+
+    def _parse(
+        self, token_ids: Sequence[int], tools: Tools, offered: str, *, is_truncated: bool, num_calls: int
+    ) -> Reply:
+        functions = _remembered(self._functions, offered, lambda: Functions(list(tools) or None))
         parsed = parse_ids(self.tokenizer, token_ids, functions, reasoning=self.enable_thinking)
         calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in parsed.tool_calls
+            {"id": f"call_{number}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for number, call in enumerate(parsed.tool_calls, num_calls)
         ]
         return Reply(parsed.content or "", parsed.reasoning or "", calls, is_truncated)
 

@@ -1,7 +1,7 @@
 """All groups of a step, played at the same time: the engine batches whatever is under way."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from glm5.common.errors import EngineDead, TrainingError
@@ -29,7 +29,7 @@ class Draw:
 
 async def collect(
     harness: AnyHarness,
-    draws: Iterable[Draw],
+    draws: Sequence[Draw],
     group_size: int,
     *,
     run_seed: int,
@@ -37,7 +37,8 @@ async def collect(
     on_group: Callable[[Group], None] = lambda _: None,
 ) -> list[Group]:
     """The groups of `draws`, in their order; in self-play one for each seat. `concurrency`: the most rollouts at a
-    time. `on_group` is called as each ends. Raises groups of EngineDead or TrainingError."""
+    time; without it, those are asked for first whose environment takes its time, which it does while others are
+    sampled. `on_group` is called as each ends. Raises groups of EngineDead or TrainingError."""
     at_once = asyncio.Semaphore(max(1, concurrency // group_size) if concurrency is not None else 10**9)
 
     async def one(draw: Draw) -> list[Group]:
@@ -48,8 +49,14 @@ async def collect(
         return groups
 
     async with asyncio.TaskGroup() as running:
-        tasks = [running.create_task(one(draw)) for draw in draws]
-    return [group for task in tasks for group in task.result()]
+        order = range(len(draws)) if concurrency is not None else _slow_first(harness, draws)
+        tasks = {place: running.create_task(one(draws[place])) for place in order}
+    return [group for place in range(len(draws)) for group in tasks[place].result()]
+
+
+def _slow_first(harness: AnyHarness, draws: Sequence[Draw]) -> list[int]:
+    quick = [harness.workers.is_quick(draw.environment, draw.level) for draw in draws]
+    return sorted(range(len(draws)), key=quick.__getitem__)
 
 
 def cause_of(error: Exception) -> Exception:

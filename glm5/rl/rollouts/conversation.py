@@ -32,10 +32,10 @@ class _Step:
 
 
 class Conversation:
-    """Of one player. `token_ids`: of the path to `leaf`, the next prompt."""
+    """Of one player. `token_ids`: of the path to `leaf`, the next prompt. `num_calls`: of all replies."""
 
     def __init__(self, rollout: Rollout, chat: TokenChat, cfg: Rollouts) -> None:
-        self.rollout, self.token_ids, self.leaf = rollout, list[int](), -1
+        self.rollout, self.token_ids, self.leaf, self.num_calls = rollout, list[int](), -1, 0
         self._chat, self._tools, self._cfg = chat, rollout.task.tools, cfg
         self._base, self._steps, self._num_steps, self._summaries = -1, list[_Step](), 0, list[int]()
 
@@ -46,12 +46,13 @@ class Conversation:
         self.token_ids += segment.token_ids
         return self.leaf
 
-    def hear(self, messages: Sequence[Message]) -> None:
-        """Add what the environment says, and shorten the conversation where that needs no reply of the policy."""
+    def hear(self, messages: Sequence[Message], prompt: Sequence[int] = ()) -> None:
+        """Add what the environment says, and shorten the conversation where that needs no reply of the policy.
+        `prompt`: the tokens of a first prompt, where they are known already."""
         reply = self.leaf
         if reply < 0:
             messages = with_system(self._cfg.system, messages)
-            self.add(Segment(list(self._chat.prompt(messages, self._tools))))
+            self.add(Segment(list(prompt or self._chat.prompt(messages, self._tools))))
         else:
             self._tell(messages)
         self.rollout.messages += messages

@@ -71,7 +71,9 @@ class Harness:
 
     async def _play_together(self, players: Sequence["_Player"], seed: int) -> None:
         """The first replies in one request; each goes on by itself once it has its own."""
-        prompt, *_ = [player.begin() for player in players]
+        prompt = players[0].begin()
+        for player in players[1:]:
+            player.begin(prompt)
         async with asyncio.TaskGroup() as group:
             async for number, own_seed, sampled in self.policy.replies(prompt, seed, len(players), seed):
                 group.create_task(players[number].play(sampled, own_seed))
@@ -100,11 +102,12 @@ class _Player:
     def rollouts(self) -> list[Rollout]:
         return [seat.rollout for _, seat in sorted(self.seats.items())]
 
-    def begin(self) -> list[int]:
-        """Add the first prompt; returns its tokens."""
+    def begin(self, prompt: Sequence[int] = ()) -> list[int]:
+        """Add the first prompt; returns its tokens. `prompt`: they, if they are known already."""
         assert not isinstance(self.episode, EpisodeFailed)
-        self._seat(0).hear(self.episode.messages)
-        return self.seats[0].token_ids
+        seat = self._seat(0)
+        seat.hear(self.episode.messages, prompt)
+        return seat.token_ids
 
     async def play(self, first: Sampled | None = None, first_seed: int | None = None) -> None:
         """Play to the end. `first`: the first reply, if it has been sampled already, with its seed."""
@@ -174,7 +177,10 @@ class _Player:
         seat.add(sampled)
         seat.rollout.num_turns += 1
         seat.rollout.is_truncated = sampled.is_truncated
-        reply = self.harness.chat.reply(sampled.token_ids, self.task.tools, is_truncated=sampled.is_truncated)
+        reply = self.harness.chat.reply(
+            sampled.token_ids, self.task.tools, is_truncated=sampled.is_truncated, num_calls=seat.num_calls
+        )
+        seat.num_calls += len(reply.tool_calls)
         seat.rollout.messages.append(as_message(reply))
         return reply
 

@@ -35,6 +35,8 @@ class Sampled(Segment):
 class Policy:
     """Samples replies from engines, as the recipe's `[rollouts]` say. Raises EngineDead where none is left.
 
+    `sampling`: how replies are drawn, by the names of a rollout's fields.
+
     `key`: of the group that asks, which has one engine (`Engines.held`). Where that ends, its answers go on elsewhere
     after the tokens that it has given, with seeds of their own. `keeps_pages`: a group is a session of the engine,
     whose pages outlive pushes.
@@ -51,11 +53,8 @@ class Policy:
             output_kind="FINAL_ONLY" if engines.count == 1 else "DELTA",
             **cuts,
         )
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """How replies are drawn, by the names of a rollout's fields."""
-        return {name: getattr(self.params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        names = ("temperature", "top_p", "top_k", "min_p")
+        self.sampling: dict[str, Any] = {name: getattr(self.params, name) for name in names}
 
     def room(self, num_prompt: int) -> int:
         """The most tokens of a reply to a prompt of that length; below 1 where the context is full."""

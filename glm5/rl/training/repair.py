@@ -46,10 +46,9 @@ def repair(groups: Sequence[Group]) -> tuple[list[RepairedGroup], Repairs]:
     kept: list[RepairedGroup] = []
     counts = Repairs()
     for group in groups:
-        valid = [one for one in group.rollouts if one.is_valid and one.tree.num_sampled]
-        counts.failures.update(
-            one.failure or "empty" for one in group.rollouts if not any(one is other for other in valid)
-        )
+        valid = [one for one in group.rollouts if _is_whole(one)]
+        if len(valid) < len(group.rollouts):
+            counts.failures.update(one.failure or "empty" for one in group.rollouts if not _is_whole(one))
         missing = len(group.rollouts) - len(valid)
         if len(valid) <= missing:
             counts.dropped += 1
@@ -60,3 +59,7 @@ def repair(groups: Sequence[Group]) -> tuple[list[RepairedGroup], Repairs]:
         # Fewer are missing than valid, so the first ones are repeated once. Their order does not depend on rewards.
         kept.append(RepairedGroup(group, valid, [1 + (i < missing) for i in range(len(valid))]))
     return kept, counts
+
+
+def _is_whole(rollout: Rollout) -> bool:
+    return rollout.is_valid and any(one.is_sampled and one.token_ids for one in rollout.tree.segments)

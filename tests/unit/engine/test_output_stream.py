@@ -141,9 +141,10 @@ def run(updates, params, rng, interval=1):
     stream = OutputStream(2, params, AnswerText(tokenizer, params), str, sent=1.0, interval=interval)
     deltas = []
     for now, update in enumerate(updates, 2):
-        is_plain = update == Update(0, update.token_ids, update.version) and len(update.token_ids) == 1
+        rows = update.logprobs
+        is_plain = update == Update(0, update.token_ids, update.version, logprobs=rows) and len(update.token_ids) == 1
         if is_plain and rng.random() < 0.8:
-            stream.add_token(update.token_ids[0], update.version, float(now))
+            stream.add_token(update.token_ids[0], update.version, float(now), rows[0] if rows else None)
         else:
             stream.add(update, float(now))
         if rng.random() < 0.4 or (stream.found_stop or update.finish_reason is not None):
@@ -168,7 +169,7 @@ def added_up(deltas, stream) -> Whole:
     for delta in deltas:
         whole.token_ids += delta.token_ids
         whole.text += delta.text
-        whole.logprobs += delta.logprobs
+        whole.logprobs += tuple(delta.logprobs)
         whole.tempered += delta.tempered_logprobs
         whole.versions += (delta.version,) * len(delta.token_ids)
         whole.experts += b"" if delta.routed_experts is None else delta.routed_experts.experts

@@ -53,7 +53,7 @@ POLICY = SimpleNamespace(cfg=CFG, engines=ENGINES, room=lambda _: 4, reply=reply
 CHAT = SimpleNamespace(
     start=lambda messages, tools: [1, 2],
     prompt=lambda messages, tools: [1, 2],
-    reply=lambda ids, tools, is_truncated: Reply("done"),
+    reply=lambda ids, tools, is_truncated, num_calls: Reply("done"),
     enable_thinking=False,
 )
 
@@ -86,9 +86,9 @@ def test_a_group_ends_without_those_that_are_late(monkeypatch):
 
 class Silent:
     def __init__(self, rollout, *_) -> None:
-        self.rollout, self.token_ids, self.needs_summary = rollout, [1], False
+        self.rollout, self.token_ids, self.needs_summary, self.num_calls = rollout, [1], False, 0
 
-    def hear(self, messages) -> None: ...
+    def hear(self, messages, prompt) -> None: ...
     def add(self, sampled) -> None: ...
     def close(self) -> None: ...
 

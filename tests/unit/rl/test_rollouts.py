@@ -2,6 +2,7 @@
 
 import asyncio
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,20 @@ def test_sampled_tokens_are_never_tokenized_again():
     assert chat.continuation([says("user", "8")], (), after[0]) == after[1:]
 
 
+def test_calls_are_numbered_through_a_conversation_and_equal_replies_are_the_same():
+    chat = TokenChat(ChatTemplate.bundled("glm-5.2", TOKENIZER))
+    ids = TOKENIZER.encode("<tool_call>add</tool_call><tool_call>add</tool_call>")
+
+    def numbers(num_calls: int, *tools: dict[str, Any]) -> list[str]:
+        reply = chat.reply(ids, tools, is_truncated=False, num_calls=num_calls)
+        assert reply is chat.reply(ids, tools, is_truncated=False, num_calls=num_calls)
+        return [call["id"] for call in reply.tool_calls]
+
+    assert (numbers(0, *TOOLS), numbers(3, *TOOLS)) == (["call_0", "call_1"], ["call_3", "call_4"])
+    other = {"type": "function", "function": {"name": "subtract", "parameters": {"type": "object"}}}
+    assert numbers(0, other) == []  # what may be called counts
+
+
 @pytest.mark.parametrize(
     ("name", "thinks", "said"),
     [("glm-5.1", True, "glm-5.1: a later turn changes"), ("glm-5.3", False, "rollouts.enable_thinking=false.*true")],
@@ -106,10 +121,14 @@ class Workers:
     """Fails the first `failing` requests for a task, and all scores of groups if `failing` is below 0."""
 
     def __init__(self, failing: int) -> None:
-        self.failing = failing
+        self.failing, self.asked = failing, list[int]()
+
+    def is_quick(self, name: str, level: int) -> bool:
+        return name != "slow"
 
     async def task(self, name: str, seed: int, level: int) -> Task:
         self.failing -= 1
+        self.asked.append(seed)
         if self.failing >= 0:
             raise EpisodeFailed("environment", "it ended")
         return TASK
@@ -140,6 +159,15 @@ def test_a_task_is_asked_for_again():
     with pytest.raises(ExceptionGroup) as failed:
         collected(ATTEMPTS)
     assert failed.group_contains(TrainingError, match="environment guess: no task of seed 0, level 0: it ended")
+
+
+def test_slow_environments_are_asked_first_unless_a_few_groups_go_at_a_time():
+    draws = [Draw(number, "slow" if number in (2, 3) else "guess", number, 0) for number in range(5)]
+    for concurrency, asked in ((None, [2, 3, 0, 1, 4]), (2, [0, 1, 2, 3, 4])):
+        harness: Any = Harness(0)
+        groups = asyncio.run(collect(harness, draws, 2, run_seed=0, concurrency=concurrency))
+        assert harness.workers.asked == asked
+        assert [group.number for group in groups] == [0, 1, 2, 3, 4]
 
 
 def test_a_group_that_cannot_be_scored_failed():
