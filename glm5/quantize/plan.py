@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 
 from glm5.checkpoint.formats.base import Schemes
-from glm5.checkpoint.names import OUTER, STACK, place_of
+from glm5.checkpoint.names import MERGED, OUTER, STACK, place_of
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.quantize import Target
@@ -17,13 +17,6 @@ from glm5.kernels.block_scaled import BLOCK
 from glm5.quant.record import Grid, Scheme
 
 NVFP4_GROUP = 16
-_FUSED = (
-    ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    (f"{STACK}gate_proj", f"{STACK}up_proj"),
-    (f"{STACK}gate_proj", f"{STACK}down_proj"),
-)
 _MTP = re.compile(r"\{mtp\}")
 
 
@@ -155,13 +148,14 @@ def _agreed(step: Filter, names: list[str], cfg: ModelConfig) -> bool:
 def _check_fused(plan: Plan) -> None:
     """Engines merge some projections into one product; their parts must be alike."""
     for layer_idx, linears in plan.linears.items():
-        for one, other in _FUSED:
-            first, second = linears.get(one), linears.get(other)
-            if (first and first.scheme) != (second and second.scheme):
-                raise ConfigError(
-                    f"model.layers.{layer_idx}.{one} and {other} must share one scheme, as engines compute them in one "
-                    "product: let the recipe's patterns take both or neither"
-                )
+        for one, *others in MERGED.values():
+            for other in others:
+                first, second = linears.get(one), linears.get(other)
+                if (first and first.scheme) != (second and second.scheme):
+                    raise ConfigError(
+                        f"model.layers.{layer_idx}.{one} and {other} must share one scheme, as engines compute them "
+                        "in one product: let the recipe's patterns take both or neither"
+                    )
 
 
 def _check_groups(plan: Plan) -> None:
