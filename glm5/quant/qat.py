@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glm5.quant.chunks import chunks, stacked, wide
-from glm5.quant.minmax import encode, minmax
+from glm5.quant.minmax import as_groups, encode, minmax, nearest
 from glm5.quant.record import Grid, Quantized
 
 GROUP = 128
@@ -35,11 +35,32 @@ def int4(weight: Tensor, group: int = GROUP) -> Quantized:
     return Quantized(grid, encode(weight, grid, scale), scale)
 
 
-def minmax_scale(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor | None]:
-    """(scale, offset) of `grid` for weight [..., O, I] by min-max; groups of int4 are as training has them."""
-    if grid.kind == "int" and grid.bits == 4 and grid.scope == "group" and grid.group is not None and grid.symmetric:
-        return int4(weight, grid.group).scale, None
-    return minmax(weight, grid)
+def minmax_scale(weight: Tensor, grid: Grid, *, trained: bool = False) -> tuple[Tensor, Tensor | None]:
+    """(scale, offset) of `grid` for weight [..., O, I] by min-max; groups of int4 are as training has them.
+
+    Symmetric int4 has one negative code more: of max|w| / 7 and max|w| / 7.5 (compressed-tensors), each row or group
+    takes the scale whose codes have the less squared error. What training has left on the grid keeps the first, which
+    loses nothing. `trained`: all take the first, as training does with weights off the grid.
+    """
+    if grid.kind != "int" or grid.bits != 4 or not grid.symmetric or grid.scope not in ("channel", "group"):
+        return minmax(weight, grid)
+    seven = minmax(weight, grid)[0] if grid.group is None else int4(weight, grid.group).scale
+    if trained:
+        return seven, None
+    wider = seven * (grid.quant_max / (grid.quant_max + 0.5))
+    if grid.group is not None:
+        wider = wider.clamp_min_(_MIN_SCALE).to(torch.bfloat16).to(wider.dtype)
+    return torch.where(_squared_error(weight, grid, wider) < _squared_error(weight, grid, seven), wider, seven), None
+
+
+def _squared_error(weight: Tensor, grid: Grid, scale: Tensor) -> Tensor:
+    """Of the nearest codes, by row or group: of the shape and dtype of `scale`."""
+    found = torch.empty_like(scale)
+    for batch, rows in chunks(flat := stacked(weight)):
+        part, each = wide(flat[batch, rows]), stacked(scale)[batch, rows]
+        error = nearest(part, grid, each).mul_(grid.broadcast(each, part.shape)).sub_(part).square_()
+        stacked(found)[batch, rows] = as_groups(error, grid).sum(-1)
+    return found
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -5,6 +5,7 @@ A module is a tensor's name without `.weight`; a stack of experts is one module,
 
 import re
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from glm5.checkpoint.formats.base import Schemes
 from glm5.checkpoint.names import MERGED, OUTER, STACK, place_of
@@ -90,6 +91,14 @@ def make_plan(cfg: ModelConfig, recipe: Recipe, target: Target) -> Plan:
     _check_fused(plan)
     _check_groups(plan)
     return plan
+
+
+def unmatched(cfg: ModelConfig, recipe: Recipe) -> list[str]:
+    """Patterns of a recipe that fit no module."""
+    names = [spec.name.removesuffix(".weight") for spec in tensor_specs(cfg) if not place_of(spec.name).expert]
+    steps = [step for step in with_mtp_index(recipe, cfg).process if isinstance(step, Filter)]
+    patterns = dict.fromkeys(pattern for step in steps for pattern in (*step.include, *step.exclude))
+    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
 
 
 def with_mtp_index(recipe: Recipe, cfg: ModelConfig) -> Recipe:
