@@ -27,12 +27,18 @@ _MIN_SCALE = 1e-5
 def int4(weight: Tensor, group: int = GROUP) -> Quantized:
     """Quantize weight [..., O, I] in groups along I. Scales are bfloat16 values, held in float32."""
     grid = Grid("int", 4, "group", group)
+    scale = _group_scale(weight, grid, grid.quant_max)
+    return Quantized(grid, encode(weight, grid, scale), scale)
+
+
+def _group_scale(weight: Tensor, grid: Grid, reach: float) -> Tensor:
+    """bf16(max(max|group| / reach, 1e-5)), held in float32."""
     scale = torch.empty(grid.scale_shape(weight.shape), dtype=torch.float32, device=weight.device)
     for batch, rows in chunks(flat := stacked(weight)):
-        amplitude = wide(flat[batch, rows]).unflatten(-1, (-1, group)).abs().amax(-1)
-        group_scale = (amplitude / torch.full_like(amplitude, grid.quant_max)).clamp_min_(_MIN_SCALE)
+        amplitude = wide(flat[batch, rows]).unflatten(-1, (-1, grid.group or 1)).abs().amax(-1)
+        group_scale = (amplitude / torch.full_like(amplitude, reach)).clamp_min_(_MIN_SCALE)
         stacked(scale)[batch, rows] = group_scale.to(torch.bfloat16).float()
-    return Quantized(grid, encode(weight, grid, scale), scale)
+    return scale
 
 
 def minmax_scale(weight: Tensor, grid: Grid, *, trained: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -44,13 +50,13 @@ def minmax_scale(weight: Tensor, grid: Grid, *, trained: bool = False) -> tuple[
     """
     if grid.kind != "int" or grid.bits != 4 or not grid.symmetric or grid.scope not in ("channel", "group"):
         return minmax(weight, grid)
-    seven = minmax(weight, grid)[0] if grid.group is None else int4(weight, grid.group).scale
+    first, second = grid.quant_max, grid.quant_max + 0.5
+    scale = minmax(weight, grid)[0] if grid.group is None else _group_scale(weight, grid, first)
     if trained:
-        return seven, None
-    wider = seven * (grid.quant_max / (grid.quant_max + 0.5))
-    if grid.group is not None:
-        wider = wider.clamp_min_(_MIN_SCALE).to(torch.bfloat16).to(wider.dtype)
-    return torch.where(_squared_error(weight, grid, wider) < _squared_error(weight, grid, seven), wider, seven), None
+        return scale, None
+    finer = scale * (first / second) if grid.group is None else _group_scale(weight, grid, second)
+    is_better = _squared_error(weight, grid, finer) < _squared_error(weight, grid, scale)
+    return torch.where(is_better, finer, scale), None
 
 
 def _squared_error(weight: Tensor, grid: Grid, scale: Tensor) -> Tensor:

@@ -34,9 +34,11 @@ from glm5.config.model import ModelConfig
 from glm5.config.quantize import Target
 from glm5.config.refusal import refuse
 from glm5.kernels.block_scaled import FP8
-from glm5.quant.record import INT4_GROUP, Grid, Scheme
+from glm5.quant.record import Grid, Scheme
 
 VERSION = "0.20.0"
+MARLIN_GROUPS = (32, 64, 128)
+"""Of vLLM's and SGLang's kernels for int4 without quantized activations (`marlin_utils.py`)."""
 _LEAST = 8 * 2.0**-6  # an eighth of it is e4m3's smallest number of full precision
 _FORMATS = {("int", 4): "pack-quantized", ("int", 8): "int-quantized", ("float", 8): "float-quantized"}
 _WEIGHTS, _ACTS = "weights", "input_activations"
@@ -55,8 +57,9 @@ class CompressedTensors(Format):
             return f"{engine} loads no {name} from compressed-tensors"
         if module.endswith(("kv_b_proj", "indexer.wk", "indexer.weights_proj")):
             return f"{engine} needs {module} as it is (it merges or folds it)"
-        if weight.bits == 4 and weight != INT4_GROUP:
-            return f"kernels of {engine} take int4 in groups of 128, not {name}"
+        groups = MARLIN_GROUPS if act is None and engine != "vllm-ascend" else (128,)
+        if weight.bits == 4 and weight.group not in groups:
+            return f"kernels of {engine} take int4 in groups of {' or '.join(map(str, groups))} there, not {name}"
         if weight.bits == 4 and act is not None and (act.kind != "fp8" or engine != "vllm"):
             return f"{engine} has no kernel for {name}"
         if weight.bits == 8 and weight.kind == "int" and (act is None or weight.scope != "channel"):

@@ -91,12 +91,14 @@ def test_what_cannot_be_packed_is_said():
         pack_pairs(torch.zeros(2, 7, dtype=torch.int8))
 
 
+GROUPS_OF_64 = str(Path(__file__).parent / "groups-of-64.toml")
 VLLM = [
     {"scheme": "w8a8", "target": "vllm"},
     {"scheme": "w4a16", "target": "vllm"},
     {"scheme": "w4a8", "target": "vllm"},
     {"scheme": "w4a8", "target": "vllm", "mtp": "drop"},
     {"scheme": "w4a16", "target": "sglang"},
+    {"recipe": GROUPS_OF_64, "target": "vllm"},
 ]
 
 
@@ -317,6 +319,7 @@ def test_ascend_bytes(written):
         ({"scheme": "fp8", "target": "ascend"}, "AscendV1 holds int8 and int4 per channel"),
         ({"scheme": "nvfp4", "target": "ascend"}, "not nvfp4|no nvfp4"),
         ({"scheme": "w8a8", "target": "sglang"}, "sglang has no kernel for experts in w8a8"),
+        ({"recipe": GROUPS_OF_64, "target": "ascend"}, "vllm-ascend take int4 in groups of 128 there, not w4a16-g64"),
     ],
 )
 def test_what_a_target_cannot_load_is_refused_by_name(small_bf16, tmp_path, settings, words):
