@@ -10,7 +10,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.command import Also, Command, NoEffect, Positional
 from glm5.config.refusal import refuse
 
-SchemeName = Literal["w8a8", "w4a8", "w4a16", "fp8", "nvfp4"]
+SchemeName = Literal["w8a8", "w4a8", "w4a16", "fp8", "nvfp4", "nvfp4-fp8"]
 Target = Literal["glm5", "vllm", "sglang", "ascend"]
 _DEVICES = r"auto|cpu|cuda(:\d{1,3})?(,cuda:\d{1,3})*"
 

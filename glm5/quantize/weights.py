@@ -209,7 +209,8 @@ def quantize_weight(
     """weight [..., O, I] on its grid; `hessian` [..., I, I] of its inputs, all zero for a matrix without any."""
     grid = linear.scheme.weight
     if grid.kind == "nvfp4":
-        return quantize_nvfp4(weight, grid, tensor_scale)
+        tensor_scale = shared_tensor_scale([weight]) if tensor_scale is None else tensor_scale
+        return quantize_nvfp4(weight, grid, options.format.stored_tensor_scale(tensor_scale))
     importance = None if hessian is None else hessian.diagonal(dim1=-2, dim2=-1)
     scale, offset = find_scale(options, weight, grid, linear, importance)
     # As a file holds it: float32 at most, also where everything is computed in float64.

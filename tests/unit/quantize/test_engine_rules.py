@@ -14,7 +14,10 @@ from glm5.quantize.run import quantize
 from tests.support.engine_rules import Rule, Unresolved, ascend_rule, asked, rule_of, words
 from tests.unit.quantize.conftest import small
 
-SCHEMES = {"vllm": ("w8a8", "w4a8", "w4a16", "fp8", "nvfp4"), "sglang": ("w4a8", "w4a16", "fp8", "nvfp4")}
+SCHEMES = {
+    "vllm": ("w8a8", "w4a8", "w4a16", "fp8", "nvfp4", "nvfp4-fp8"),
+    "sglang": ("w4a8", "w4a16", "fp8", "nvfp4", "nvfp4-fp8"),
+}
 CASES = [(scheme, target, mtp) for target in SCHEMES for scheme in SCHEMES[target] for mtp in ("keep", "drop")]
 
 

@@ -99,6 +99,7 @@ VLLM = [
     {"scheme": "w4a8", "target": "vllm", "mtp": "drop"},
     {"scheme": "w4a16", "target": "sglang"},
     {"recipe": GROUPS_OF_64, "target": "vllm"},
+    {"scheme": "nvfp4-fp8", "target": "vllm"},
 ]
 
 
@@ -117,7 +118,7 @@ def test_compressed_tensors_reads_every_module(written, settings):
         scheme = config.config_groups[group]
         held = {
             name: made.tensors[f"{module}.{name}"]
-            for name in ("weight_packed", "weight", "weight_scale", "weight_shape")
+            for name in ("weight_packed", "weight", "weight_scale", "weight_shape", "weight_global_scale")
             if f"{module}.{name}" in made.tensors
         }
         compressor = BaseCompressor.get_value_from_registry(scheme.format)
@@ -125,9 +126,13 @@ def test_compressed_tensors_reads_every_module(written, settings):
         wide = {**held, "weight_scale": held["weight_scale"].float()}
         value = compressor.decompress(wide, scheme)["weight"]
         assert torch.equal(value.float(), meant.dequantize(torch.float32)), module
-        again = compressor.compress({"weight": value.float(), "weight_scale": wide["weight_scale"]}, scheme)
+        scales = {name: tensor for name, tensor in wide.items() if name.endswith("scale")}
+        again = compressor.compress({"weight": value.float(), **scales}, scheme)
+        if scheme.format == "nvfp4-pack-quantized":  # whose zeros have signs
+            repeated = compressor.decompress({**again, **scales}, scheme)["weight"]
+            assert torch.equal(repeated.float(), value.float()), module
         for part in ("weight_packed", "weight"):
-            if part in held:
+            if part in held and scheme.format != "nvfp4-pack-quantized":
                 assert torch.equal(again[part].view(torch.uint8), held[part].view(torch.uint8)), (module, part)
         num_modules += 1
     assert num_modules > 40
@@ -317,7 +322,8 @@ def test_ascend_bytes(written):
     ("settings", "words"),
     [
         ({"scheme": "fp8", "target": "ascend"}, "AscendV1 holds int8 and int4 per channel"),
-        ({"scheme": "nvfp4", "target": "ascend"}, "not nvfp4|no nvfp4"),
+        ({"scheme": "nvfp4", "target": "ascend"}, "nvfp4: vllm-ascend loads nvfp4 .* on GPUs alone"),
+        ({"scheme": "nvfp4-fp8", "target": "ascend"}, "AscendV1 holds int8 and int4 per channel"),
         ({"scheme": "w8a8", "target": "sglang"}, "sglang has no kernel for experts in w8a8"),
         ({"recipe": GROUPS_OF_64, "target": "ascend"}, "vllm-ascend take int4 in groups of 128 there, not w4a16-g64"),
     ],

@@ -10,7 +10,7 @@ from glm5.config.recipe_file import parse_recipe
 from glm5.quantize.recipe import built_in, read_recipe, resolve
 
 UPSTREAM = Path(__file__).parent / "upstream.yaml"
-NAMES = ("w8a8", "w4a8-channel", "w4a8-group", "w4a8-sglang", "w4a16", "fp8", "nvfp4")
+NAMES = ("w8a8", "w4a8-channel", "w4a8-group", "w4a8-sglang", "w4a16", "fp8", "nvfp4", "nvfp4-fp8")
 EIGHT = {"scope": "per_channel", "dtype": "int8"}
 
 
