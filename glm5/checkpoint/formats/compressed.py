@@ -30,7 +30,7 @@ from glm5.checkpoint.formats.base import (
     scheme_name,
 )
 from glm5.checkpoint.formats.packing import INT32, PAIRS
-from glm5.checkpoint.formats.patterns import ignored_patterns, matches, target_patterns
+from glm5.checkpoint.formats.patterns import CLASS, ignored_patterns, lookup, target_patterns
 from glm5.checkpoint.names import STACK
 from glm5.checkpoint.shard import TensorEntry
 from glm5.common.errors import ConfigError
@@ -122,7 +122,7 @@ class CompressedTensors(Format):
             weights = _described(scheme.weight, dynamic=False)
             groups[f"group_{idx}"] = {
                 # Engines that look for one scheme of the whole model look for it under this name.
-                "targets": ["Linear"] if len(patterns) == 1 else names,
+                "targets": [CLASS] if len(patterns) == 1 else names,
                 _WEIGHTS: weights,
                 _ACTS: None if scheme.act is None else _described(scheme.act, dynamic=True),
                 "output_activations": None,
@@ -150,14 +150,16 @@ class CompressedTensors(Format):
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise refuse("quantization_config.config_groups", groups, "groups of targets with weights")
-        kept = config.get("ignore") or []
-        found: dict[str, Scheme] = {}
+        targets: dict[str, Scheme] = {}
         for name, group in groups.items():
             scheme = _scheme(f"quantization_config.config_groups.{name}", group, config.get("format"))
-            for module in modules:
-                if matches(group["targets"], module) and not matches(kept, module):
-                    found.setdefault(module, scheme)
-        return found
+            targets |= {target: scheme for target in group["targets"] if target not in targets}
+        kept = config.get("ignore") or []
+        if not _are_texts(kept):
+            raise refuse("quantization_config.ignore", kept, "a list of names and patterns")
+        find, is_kept = lookup(targets), lookup(dict.fromkeys(kept, True))
+        found = {module: find(module) for module in modules if not is_kept(module)}
+        return {module: scheme for module, scheme in found.items() if scheme is not None}
 
 
 def two_level_scale(scale: Tensor) -> Tensor:
@@ -218,10 +220,14 @@ def _scheme(where: str, group: Any, outer: Any) -> Scheme:
     stored = group.get("format") or outer
     if stored != _FORMATS[kind]:
         raise refuse(f"{where}.format", stored, f"{_FORMATS[kind]} for {kind[0]} {kind[1]}")
-    if not isinstance(patterns, list) or group.get("output_activations"):
+    if not _are_texts(patterns) or group.get("output_activations"):
         raise refuse(where, group, "a list of targets, and no output_activations")
     if kind == ("float", 4):
         acts = None  # which are in 16 bits here, whatever the file says
     if acts is not None and not acts.get("dynamic"):
         raise refuse(f"{where}.{_ACTS}.dynamic", acts.get("dynamic"), "true: scales of tokens are not stored")
     return Scheme(_grid(f"{where}.{_WEIGHTS}", weights), None if acts is None else _grid(f"{where}.{_ACTS}", acts))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)

@@ -7,14 +7,19 @@ into its parts, so the lists have both.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from glm5.checkpoint.formats.base import Schemes
 from glm5.checkpoint.names import MERGED, OUTER, STACK, place_of
 from glm5.config.model import ModelConfig
+from glm5.config.refusal import refuse
 from glm5.config.tensors import tensor_specs
 from glm5.quant.record import Scheme
 
+V = TypeVar("V")
+CLASS = "Linear"
+"""Of all modules here, as a pattern."""
 # Rules of regular expressions ask for the experts of a stack one by one, those of globs for the stack.
 _MERGED_LINEAR = {leaf: parts for leaf, parts in MERGED.items() if not parts[0].startswith(STACK)}
 
@@ -83,9 +88,23 @@ def _whole(cfg: ModelConfig, schemes: Schemes) -> list[int]:
     return sorted(linear_modules(cfg).keys() - schemes.keys() - {OUTER})
 
 
-def matches(patterns: Iterable[str], module: str) -> bool:
-    """As compressed-tensors matches: `re:` from the start, a class (all here are Linear), or a whole name."""
-    return any(re.match(p[3:], module) if p.startswith("re:") else p in ("Linear", module) for p in patterns)
+def lookup(patterns: Mapping[str, V]) -> Callable[[str], V | None]:
+    """What a module's pattern stands for, as compressed-tensors matches: its whole name, else the first of the `re:`
+    patterns that fits from the start, else the class. ConfigError for a pattern that is no regular expression."""
+    compiled: list[tuple[re.Pattern[str], V]] = []
+    for pattern, value in patterns.items():
+        if pattern.startswith("re:"):
+            try:
+                compiled.append((re.compile(pattern[3:]), value))
+            except re.error as error:
+                raise refuse("quantization_config", pattern, f"regular expressions: {error}") from None
+
+    def find(module: str) -> V | None:
+        if module in patterns:
+            return patterns[module]
+        return next((value for regex, value in compiled if regex.match(module)), patterns.get(CLASS))
+
+    return find
 
 
 def _pattern(leaf: str, layers: list[int] | None) -> str:
