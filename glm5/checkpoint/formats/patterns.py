@@ -112,4 +112,5 @@ def _pattern(leaf: str, layers: list[int] | None) -> str:
     where = ".*" if layers is None else rf".*layers\.({'|'.join(map(str, sorted(layers)))})\."
     if leaf.startswith(STACK):
         return rf"re:{where}mlp\.experts\.\d+\.{re.escape(leaf.removeprefix(STACK))}$"
-    return rf"re:{where}{re.escape(leaf)}$"
+    # transformers takes the first group with a pattern that contains "experts" for that of the routed ones.
+    return rf"re:{where}{re.escape(leaf).replace('experts', 'expert[s]')}$"
