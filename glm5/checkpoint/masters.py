@@ -21,10 +21,11 @@ from glm5.quant.qat import minmax_scale
 
 @dataclass(frozen=True)
 class Master:
-    """How a matrix is held: as `matrix` in `format`; both None: native FP8 in blocks."""
+    """How a matrix is held: as `matrix` in `format`; both None: native FP8 in blocks. `trained`: with int4 in view."""
 
     matrix: Stored | None = None
     format: Format | None = None
+    trained: bool = False
 
     def quantize_into(self, name: str, weight: Tensor, parameters: Mapping[str, Tensor], span: Span | None) -> None:
         """Quantize `weight` [O, I], called `name` on disk, and put `span` of it into the parameters of a model.
@@ -39,7 +40,7 @@ class Master:
             of_scale.view(parameters[of_scale.parameter]).copy_(_part(scale, scales, 1))
             return
         scheme = self.matrix.scheme
-        scale, offset = minmax_scale(weight, scheme.weight)
+        scale, offset = minmax_scale(weight, scheme.weight, trained=self.trained)
         scale = self.format.stored_scale(scale.float(), scheme).to(scale.dtype)
         tensors = self.matrix.write(quantize(weight, scheme.weight, scale, offset))
 

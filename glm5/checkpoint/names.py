@@ -13,6 +13,15 @@ SCALE_SUFFIX = "_scale_inv"
 OUTER = -1  # the layer index of tensors outside of layers
 STACK = "mlp.experts.*."  # prefix of the experts' tensors in quant/graph.py
 EXPERT = re.compile(r"\.experts\.\d+\.")
+MERGED: dict[str, tuple[str, ...]] = {
+    "self_attn.fused_qkv_a_proj": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    "self_attn.fused_qkv_a_proj_with_mqa": ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.shared_experts.gate_up_proj": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "mlp.experts": (f"{STACK}gate_proj", f"{STACK}up_proj", f"{STACK}down_proj"),
+}
+"""What other engines compute in one product, by their name for it within a layer: vLLM's, then SGLang's for the same
+parts. The parts must be quantized alike."""
 
 # projection on disk -> (stacked parameter, which part of its rows, out of how many parts)
 STACKED = {

@@ -30,6 +30,7 @@ from glm5.config.tensors import tensor_specs
 from glm5.kernels.block_scaled import FP8
 from glm5.model.glm5 import Glm5
 from glm5.parallel.table import UNSHARDED, Shard
+from glm5.quant.qat import KEY
 
 # Do not affect the forward pass, or differ between exports of one model.
 _IGNORED_KEYS = {
@@ -155,7 +156,7 @@ def match(model: Glm5, index: ShardIndex) -> Match:
             else:
                 masters[name] = Master()
         elif name in found.masters:
-            masters[name] = Master(found.masters[name], format_of(model.cfg))
+            masters[name] = Master(found.masters[name], format_of(model.cfg), KEY in model.cfg.extra)
         else:
             found.unreadable.append(f"{name}: the model in use holds it as {held.dtype}, in a format without floats")
     if masters and any(name.endswith(ROTATIONS) for name in current):

@@ -10,7 +10,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.command import Also, Command, NoEffect, Positional
 from glm5.config.refusal import refuse
 
-SchemeName = Literal["w8a8", "w4a8", "w4a16", "fp8", "nvfp4"]
+SchemeName = Literal["w8a8", "w4a8", "w4a16", "fp8", "nvfp4", "nvfp4-fp8"]
 Target = Literal["glm5", "vllm", "sglang", "ascend"]
 _DEVICES = r"auto|cpu|cuda(:\d{1,3})?(,cuda:\d{1,3})*"
 
@@ -54,8 +54,8 @@ class QuantizeConfig(Command):
     """auto (all GPUs, else the CPU), cpu, cuda:0, or several as cuda:0,cuda:1, which share experts."""
     compute_dtype: Literal["float32", "float64"] = "float32"
     """Element type of weights and activations while they are worked on."""
-    max_shard_gb: Annotated[float, Field(gt=0, le=1e6)] = 4.0
-    """Largest file of weights."""
+    max_shard_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Largest file of weights. Default: the recipe's, or 4."""
     held_out: str = "generated"
     """Text that the report measures on: a file, or generated."""
     held_out_tokens: Annotated[int, Field(ge=0, le=10**8)] = 8192
@@ -89,7 +89,7 @@ class QuantConfig(Command):
     """Checkpoint folder, or a Hugging Face id."""
     save_path: Annotated[str, Also("--save_path")]
     """Folder to write."""
-    model_type: Annotated[Literal["GLM-5", "GLM-5.1", "GLM-5.2"], Also("--model_type")] = "GLM-5"
+    model_type: Annotated[Literal["GLM-5", "GLM-5.1", "GLM-5.2", "GLM-5.3"], Also("--model_type")] = "GLM-5"
     """The architecture; all of these are one here."""
     quant_type: Annotated[Literal["w4a8", "w8a8", "w4a16"] | None, Also("--quant_type")] = None
     """The scheme."""
@@ -116,14 +116,14 @@ class QuantConfig(Command):
         return self
 
     def settings(self) -> QuantizeConfig:
-        """The same run in `glm5 quantize`'s words; the target is Ascend's, as it is there."""
+        """The same run in `glm5 quantize`'s words; the target is Ascend's, as it is there, or what a recipe names."""
         device = "auto" if _NPU.fullmatch(self.device) else self.device
         return QuantizeConfig(
             model=self.model_path,
             out=self.save_path,
             scheme=self.quant_type,
             recipe=self.config_path,
-            target="ascend",
+            target="ascend" if self.config_path is None else None,
             device=device,
         )
 

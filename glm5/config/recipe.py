@@ -1,23 +1,20 @@
-"""A quantization recipe: ordered steps, from TOML or msModelSlim's YAML, whose keys these are.
+"""A quantization recipe: ordered steps. The keys are msModelSlim's; `recipe_file` reads files.
 
-    process   ordered steps: quarot, flex_awq_ssz, flex_smooth_quant, linear_quant; group holds several
-    include   patterns (fnmatch) on module names; exclude wins. {mtp} in one stands for the MTP layer's index
-    qconfig   grid and method of weights and of the activations that meet them
-
-msModelSlim's files have the same under `spec`; their other keys label recipes and have no effect.
+process   ordered steps: quarot, flex_awq_ssz, flex_smooth_quant, linear_quant; group holds several
+include   patterns (fnmatch) on module names; exclude wins. {mtp} in one stands for the MTP layer's index
+qconfig   grid and method of weights and of the activations that meet them
 """
 
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from glm5.common.errors import ConfigError
-from glm5.config.refusal import complaint, first_error, refuse
+from glm5.config.refusal import Refused
 
-Subgraph = Literal["norm-linear", "linear-linear", "ov", "up-down"]
+Subgraph = Literal["norm-linear", "ov", "up-down"]
 Method = Literal["minmax", "ssz", "gptq"]
-SUBGRAPHS: tuple[Subgraph, ...] = ("norm-linear", "linear-linear", "ov", "up-down")
+SUBGRAPHS: tuple[Subgraph, ...] = ("norm-linear", "ov", "up-down")
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -31,7 +28,7 @@ class WeightExt(Section):
     """Parameters of a method."""
 
     step: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """ssz as in msModelSlim: alternations of scale and codes."""
+    """ssz: alternations of scale and codes; here at most so many, from the best start."""
     group_size: Annotated[int, Field(ge=1)] | None = None
     """per_group: weights that share a scale. Default 128, of nvfp4 16."""
     weighted: bool = False
@@ -67,6 +64,12 @@ class WeightGrid(Section):
             raise ValueError("gptq is for symmetric int4 and int8 weights")
         if not self.symmetric and self.dtype in ("fp8_e4m3", "nvfp4"):
             raise ValueError(f"weights of {self.dtype} are symmetric")
+        by_ssz = self.method == "ssz" or (self.method == "gptq" and self.ext.scales == "ssz")
+        acting = {"group_size": self.scope == "per_group", "step": by_ssz, "weighted": by_ssz}
+        for name in sorted(self.ext.model_fields_set):
+            value = getattr(self.ext, name)
+            if value is not None and not acting.get(name, self.method == "gptq"):
+                raise Refused(f"ext.{name}", value, f"nothing: it has no effect on {self.method} {self.scope}")
         return self
 
 
@@ -100,7 +103,7 @@ class QConfig(Section):
 class Filter(Section):
     """The modules of a step."""
 
-    include: tuple[str, ...] = ("*",)
+    include: Annotated[tuple[str, ...], Field(min_length=1)] = ("*",)
     exclude: tuple[str, ...] = ()
 
     def takes(self, name: str) -> bool:
@@ -120,11 +123,12 @@ class QuaRot(Section):
     """Values of each head."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     """Of the random signs. Default: the run's."""
-    export_extra_info: bool = False
-    """Of msModelSlim's files: matrices for MTP are written wherever the target has a place for them."""
+    export_extra_info: Literal[True] = True
+    """Of msModelSlim's files: matrices for drafts are written wherever the target has a place for them."""
     online: Literal[False] = False
     block_size: Literal[-1] = -1
-    max_tp_size: Annotated[int, Field(ge=1)] = 4
+    max_tp_size: Literal[4] = 4
+    """Of rotations at run time, which are not made."""
     down_proj_online_layers: tuple[()] = ()
 
 
@@ -134,7 +138,7 @@ class FlexSmooth(Filter):
     type: Literal["flex_smooth_quant"]
     alpha: Share | None = None
     beta: Share | None = None
-    enable_subgraph_type: tuple[Subgraph, ...] = SUBGRAPHS
+    enable_subgraph_type: Annotated[tuple[Subgraph, ...], Field(min_length=1)] = SUBGRAPHS
 
 
 class FlexAwq(Filter):
@@ -144,7 +148,15 @@ class FlexAwq(Filter):
     alpha: Share | None = None
     beta: Literal[0] = 0
     qconfig: QConfig
-    enable_subgraph_type: tuple[Subgraph, ...] = SUBGRAPHS
+    """How the search rounds: by minmax, or by ssz."""
+    enable_subgraph_type: Annotated[tuple[Subgraph, ...], Field(min_length=1)] = SUBGRAPHS
+
+    @model_validator(mode="after")
+    def _searches(self) -> Self:
+        weight = self.qconfig.weight
+        if weight.method == "gptq" or weight.ext.weighted or (weight.method == "ssz" and weight.dtype != "int4"):
+            raise ValueError("a search rounds by minmax, or int4 by ssz without weighted errors")
+        return self
 
 
 class LinearQuant(Filter):
@@ -158,13 +170,17 @@ Step = Annotated[QuaRot | FlexSmooth | FlexAwq | LinearQuant, Field(discriminato
 
 
 class Recipe(Section):
-    """All steps, in order; `save` is what a msModelSlim file says about its output."""
+    """All steps, in order."""
 
     process: tuple[Step, ...] = Field(min_length=1)
     dataset: str | None = None
     """Calibration text: a file, looked for beside the recipe."""
     save: Literal["ascend", "vllm"] | None = None
     """The target, where a file names one."""
+    max_shard_gb: Annotated[float, Field(gt=0, le=2e6)] = 4.0
+    """Largest file of weights."""
+    notes: tuple[str, ...] = ()
+    """Printed before a run."""
 
     @property
     def rotation(self) -> QuaRot | None:
@@ -203,67 +219,3 @@ class Recipe(Section):
         if not any(order):
             raise ValueError("no linear_quant: nothing would be quantized")
         return self
-
-
-_SAVERS = {"ascendv1_saver": "ascend", "compressed_tensors": "vllm"}
-_UPSTREAM_SPEC = {"process", "dataset", "save", "runner"}
-_KINDS = ("quarot", "flex_awq_ssz", "flex_smooth_quant", "linear_quant", "group")
-
-
-def parse_recipe(raw: Any, where: str) -> Recipe:
-    """A recipe from a parsed file: ours, or msModelSlim's with `spec`. Raises ConfigError naming the key."""
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{where}: got {type(raw).__name__}, allowed: a table with the key process")
-    try:
-        flat = _flattened(_from_spec(raw) if "spec" in raw else raw)
-        return Recipe.model_validate(flat)
-    except ValidationError as err:
-        path, value, allowed = first_error(err)
-        for each in err.errors(include_url=False):
-            if each["type"] == "extra_forbidden":
-                path, value, allowed = complaint(each)
-                break
-        raise ConfigError(f"{where}: {refuse('.'.join(path), value, allowed)}") from None
-    except ConfigError as err:
-        raise ConfigError(f"{where}: {err}") from None
-
-
-def _from_spec(raw: dict[str, Any]) -> dict[str, Any]:
-    """msModelSlim's file: `apiversion`, `metadata`, anchors of YAML, and `spec`, of which all keys are checked."""
-    if raw.get("apiversion", "modelslim_v1") != "modelslim_v1":
-        raise refuse("apiversion", raw["apiversion"], "modelslim_v1")
-    spec = raw["spec"]
-    if not isinstance(spec, dict):
-        raise refuse("spec", spec, "a table")
-    unknown = sorted(spec.keys() - _UPSTREAM_SPEC)
-    if unknown:
-        raise refuse(f"spec.{unknown[0]}", spec[unknown[0]], f"the keys {', '.join(sorted(_UPSTREAM_SPEC))}")
-    if spec.get("runner", "auto") not in ("auto", "layer_wise", "dp_layer_wise"):
-        raise refuse("spec.runner", spec["runner"], "auto, layer_wise or dp_layer_wise: layers are streamed")
-    if not isinstance(given := spec.get("save", []), list):
-        raise refuse("spec.save", given, "a list of tables with type")
-    savers = [str(each.get("type")) for each in given if isinstance(each, dict)]
-    for saver in savers:
-        if saver not in _SAVERS:
-            raise refuse("spec.save.type", saver, ", ".join(_SAVERS))
-    flat = {key: spec[key] for key in ("process", "dataset") if key in spec}
-    return flat | ({"save": _SAVERS[savers[0]]} if savers else {})
-
-
-def _flattened(raw: dict[str, Any]) -> dict[str, Any]:
-    """Steps of a `group` in its place; `default_...` keys (YAML anchors) left out. Unknown kinds are refused here."""
-    steps: list[Any] = []
-    process = raw.get("process")
-    if not isinstance(process, list | tuple):
-        raise refuse("process", process, "a list of steps")
-    for idx, step in enumerate(process):
-        if not isinstance(step, dict) or step.get("type") not in _KINDS:
-            raise refuse(f"process.{idx}.type", step.get("type") if isinstance(step, dict) else step, ", ".join(_KINDS))
-        if step["type"] != "group":
-            steps.append(step)
-            continue
-        if unknown := sorted(step.keys() - {"type", "configs"}):
-            raise refuse(f"process.{idx}.{unknown[0]}", step[unknown[0]], "the key configs")
-        inner = _flattened({"process": step.get("configs")})["process"]
-        steps.extend(inner)
-    return {**raw, "process": steps}

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 Side = Literal["inputs", "outputs"]
 RotationName = Literal["residual", "q latent", "kv latent", "value heads"]
-SubgraphKind = Literal["norm-linear", "linear-linear", "ov", "up-down"]
+SubgraphKind = Literal["norm-linear", "ov", "up-down"]
 
 Part = Literal["all", "latent", "values", "heads", "halves", "first half", "second half"]
 """A part of a matrix's inputs or outputs: "latent" the first kv_lora_rank outputs; "values" the last v_head_dim outputs

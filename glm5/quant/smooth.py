@@ -60,15 +60,16 @@ RoundWeight = Callable[[Tensor, Grid], Tensor]
 """Quantizes and dequantizes a weight [..., O, I]."""
 
 
-def round_ssz(weight: Tensor, grid: Grid) -> Tensor:
+def round_ssz(weight: Tensor, grid: Grid, refine: int = 1) -> Tensor:
     """Fake quantization with SSZ scales from few starts for int grids of 4 bits and less, else with min-max scales."""
     if grid.kind != "int" or grid.bits > 4 or not grid.symmetric or grid.scope not in ("channel", "group"):
         return fake_quantize(weight, grid)
-    return fake_quantize(weight, grid, ssz(weight, grid, starts=SEARCH_STARTS, refine=1))
+    return fake_quantize(weight, grid, ssz(weight, grid, starts=SEARCH_STARTS, refine=refine))
 
 
-def round_ssz_upstream(weight: Tensor, grid: Grid) -> Tensor:
-    return fake_quantize(weight, grid, ssz_upstream(weight, grid, steps=10))
+def round_ssz_upstream(weight: Tensor, grid: Grid, steps: int = 10) -> Tensor:
+    """Fake quantization with msModelSlim's SSZ."""
+    return fake_quantize(weight, grid, ssz_upstream(weight, grid, steps))
 
 
 def flex_smooth(
@@ -110,19 +111,23 @@ def flex_awq(
     x: Tensor,
     targets: Sequence[Target],
     *,
+    alpha: float | None = None,
     counts: Tensor | None = None,
     shared: bool = False,
     upstream: bool = False,
     round_weight: RoundWeight | None = None,
 ) -> Smoothing:
-    """Flex_AWQ_SSZ for tokens x [..., T, I] and the weights that read them. `shared`: one scale [I] for all."""
+    """Flex_AWQ_SSZ for tokens x [..., T, I] and the weights that read them. `shared`: one scale [I] for all.
+
+    A given exponent is not searched.
+    """
     if round_weight is None:
         round_weight = round_ssz_upstream if upstream else round_ssz
 
     def run(x: Tensor, targets: Sequence[Target], counts: Tensor | None) -> Smoothing:
         search = _Search(x, targets, shared, round_weight, normalize=not upstream, by_channel=upstream)
         largest, mean = search.largest_inputs(), search.mean_inputs(counts)
-        for exponent in EXPONENTS:
+        for exponent in EXPONENTS if alpha is None else (alpha,):
             search.consider(largest**exponent, exponent, 0.0)
             if exponent and not upstream:
                 search.consider(mean**exponent, exponent, 0.0)

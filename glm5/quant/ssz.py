@@ -26,6 +26,8 @@ from glm5.quant.record import Grid
 
 STARTS = tuple(round(1 - 0.05 * i, 2) for i in range(18))
 """Factors of the min-max scale: 1 down to 0.15."""
+REFINE = 10
+"""Steps from the best of them, at most."""
 
 _TINY = 1e-30  # divisor where all codes are zero
 
@@ -37,7 +39,7 @@ def ssz(
     *,
     starts: tuple[float, ...] = STARTS,
     steps: int = 2,
-    refine: int = 10,
+    refine: int = REFINE,
 ) -> Tensor:
     """Scale of `grid` for weight [..., O, I], float32 (float64 for float64): `steps` steps from every start, then up to
     `refine` steps from the best.
@@ -81,7 +83,7 @@ def ssz_asymmetric(
     *,
     starts: tuple[float, ...] = STARTS,
     steps: int = 2,
-    refine: int = 10,
+    refine: int = REFINE,
 ) -> tuple[Tensor, Tensor]:
     """(scale, offset) of an asymmetric `grid` for weight [..., O, I]; as `ssz`, starts are shares of the range."""
     _check_grid(grid, symmetric=False)

@@ -5,7 +5,8 @@ that weight in it. Own files carry a head for the MTP layer and two matrices for
 
     model.layers.N.shared_head.head.weight    model.layers.N.hidden_rotation.weight    .chained_rotation.weight
 
-AscendV1 has a place for the head and, in rot.safetensors, for the first matrix; its engine rotates no chained state.
+AscendV1 has a place for the head and, in rot.safetensors, for the first matrix; its engine rotates no chained state. It
+computes drafts with the MTP layer's own copies of the head and the embedding, which its files always have.
 """
 
 import torch
@@ -40,7 +41,8 @@ def draft_tensors(source: Source, run: Run, layer_idx: int, cfg: ModelConfig) ->
     if run.plan.target != "glm5":
         copies = {f"{mtp}embed_tokens.weight": EMBED, f"{mtp}shared_head.head.weight": HEAD}
         for copy, name in copies.items():
-            if copy not in found and (copy in source.index.entries or residual is not None):
+            needed = run.plan.target == "ascend" or residual is not None
+            if copy not in found and (copy in source.index.entries or needed):
                 stored = _read(source, name)
                 found[copy] = rotated(run, {name: stored})[name].to(stored.dtype).cpu()
     return found

@@ -23,7 +23,7 @@ from glm5.quant.record import Grid, Scheme
 from glm5.quant.rotate import rotations
 from glm5.quantize.calibration_text import samples
 from glm5.quantize.devices import parse_devices
-from glm5.quantize.plan import Plan, make_plan
+from glm5.quantize.plan import Plan, make_plan, unmatched
 from glm5.quantize.quantize_layer import Run, refuse_int4
 from glm5.quantize.recipe import Resolved, resolve
 from glm5.quantize.source import Source
@@ -52,6 +52,12 @@ class Job:
         return self.run.format.layout(module, scheme, (rows, columns))
 
     @property
+    def max_shard_gb(self) -> float:
+        """Largest file of weights."""
+        given = self.settings.max_shard_gb
+        return self.resolved.recipe.max_shard_gb if given is None else given
+
+    @property
     def remarks(self) -> list[str]:
         """What has to be known to read the measurement, a sentence each."""
         has_words = (self.source.directory / "tokenizer.json").is_file()
@@ -76,6 +82,9 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
     for note in resolved.notes:
         logger.info("%s", note)
     plan = make_plan(source.cfg, resolved.recipe, resolved.target)
+    if settings.recipe is not None:
+        for pattern in unmatched(source.cfg, resolved.recipe):
+            logger.warning("%s: the pattern %s fits no module of this model", settings.recipe, pattern)
     if KEY in source.cfg.extra and not _rounds_as_trained(plan):
         target = "" if resolved.target == "glm5" else f" --target {resolved.target}"
         raise ConfigError(

@@ -5,9 +5,10 @@ A module is a tensor's name without `.weight`; a stack of experts is one module,
 
 import re
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from glm5.checkpoint.formats.base import Schemes
-from glm5.checkpoint.names import OUTER, STACK, place_of
+from glm5.checkpoint.names import MERGED, OUTER, STACK, place_of
 from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.config.quantize import Target
@@ -17,13 +18,6 @@ from glm5.kernels.block_scaled import BLOCK
 from glm5.quant.record import Grid, Scheme
 
 NVFP4_GROUP = 16
-_FUSED = (
-    ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    (f"{STACK}gate_proj", f"{STACK}up_proj"),
-    (f"{STACK}gate_proj", f"{STACK}down_proj"),
-)
 _MTP = re.compile(r"\{mtp\}")
 
 
@@ -99,6 +93,14 @@ def make_plan(cfg: ModelConfig, recipe: Recipe, target: Target) -> Plan:
     return plan
 
 
+def unmatched(cfg: ModelConfig, recipe: Recipe) -> list[str]:
+    """Patterns of a recipe that fit no module."""
+    names = [spec.name.removesuffix(".weight") for spec in tensor_specs(cfg) if not place_of(spec.name).expert]
+    steps = [step for step in with_mtp_index(recipe, cfg).process if isinstance(step, Filter)]
+    patterns = dict.fromkeys(pattern for step in steps for pattern in (*step.include, *step.exclude))
+    return [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+
+
 def with_mtp_index(recipe: Recipe, cfg: ModelConfig) -> Recipe:
     """{mtp} in patterns becomes the MTP layer's index."""
     index = str(cfg.num_hidden_layers)
@@ -155,13 +157,14 @@ def _agreed(step: Filter, names: list[str], cfg: ModelConfig) -> bool:
 def _check_fused(plan: Plan) -> None:
     """Engines merge some projections into one product; their parts must be alike."""
     for layer_idx, linears in plan.linears.items():
-        for one, other in _FUSED:
-            first, second = linears.get(one), linears.get(other)
-            if (first and first.scheme) != (second and second.scheme):
-                raise ConfigError(
-                    f"model.layers.{layer_idx}.{one} and {other} must share one scheme, as engines compute them in one "
-                    "product: let the recipe's patterns take both or neither"
-                )
+        for one, *others in MERGED.values():
+            for other in others:
+                first, second = linears.get(one), linears.get(other)
+                if (first and first.scheme) != (second and second.scheme):
+                    raise ConfigError(
+                        f"model.layers.{layer_idx}.{one} and {other} must share one scheme, as engines compute them "
+                        "in one product: let the recipe's patterns take both or neither"
+                    )
 
 
 def _check_groups(plan: Plan) -> None:

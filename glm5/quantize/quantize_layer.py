@@ -18,7 +18,7 @@ from glm5.common.errors import ConfigError
 from glm5.config.model import ModelConfig
 from glm5.quant.graph import RotationName
 from glm5.quant.hadamard import Rotation
-from glm5.quant.qat import GROUP, is_int4
+from glm5.quant.qat import GROUP, KEY, is_int4
 from glm5.quant.record import Grid, Quantized
 from glm5.quant.rotate import fold, rotate
 from glm5.quantize.calibrate import Activations, Inputs
@@ -53,7 +53,8 @@ class Run:
 
     @property
     def options(self) -> Options:
-        return Options(self.format, self.devices, self.upstream, self.all_experts, self.min_tokens)
+        trained = KEY in self.cfg.extra
+        return Options(self.format, self.devices, self.upstream, self.all_experts, self.min_tokens, trained)
 
     @property
     def device(self) -> torch.device:

@@ -11,7 +11,8 @@ import yaml
 from glm5.common.bounded import SETTINGS, read_bounded_text
 from glm5.common.errors import ConfigError
 from glm5.config.quantize import QuantizeConfig, Target
-from glm5.config.recipe import LinearQuant, Recipe, WeightExt, parse_recipe
+from glm5.config.recipe import LinearQuant, Recipe, WeightExt
+from glm5.config.recipe_file import parse_recipe
 from glm5.config.refusal import refuse
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,9 @@ def resolve(settings: QuantizeConfig) -> Resolved:
         target = settings.target or "glm5"
         name = _built_in(settings, target)
         recipe = built_in(name)
-    notes: list[str] = []
+    notes = list(recipe.notes)
+    if recipe.save not in (None, target):
+        notes.append(f"--target {target} in place of the recipe's {recipe.save}")
     if settings.method is not None:
         if not any(_is_int4(step) for step in recipe.process):
             raise ConfigError(

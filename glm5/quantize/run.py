@@ -127,7 +127,7 @@ def write(job: Job, store: Store, result: LayerResult, activations: Activations 
             digests[matrix.module] = matrix.digest
     if layer_idx == job.cfg.num_hidden_layers or layer_idx == OUTER:
         tensors |= draft_tensors(job.source, run, layer_idx, job.cfg)
-    entry = store.write_layer(layer_idx, tensors, int(job.settings.max_shard_gb * 1e9))
+    entry = store.write_layer(layer_idx, tensors, int(job.max_shard_gb * 1e9))
     entry |= {
         "schemes": schemes,
         "digests": digests,
@@ -206,7 +206,7 @@ def _fingerprint(job: Job, chosen: Sequence[Sequence[int]] | None) -> dict[str, 
         "min_tokens": settings.min_tokens,
         "compute_dtype": settings.compute_dtype,
         "device": [device.type for device in job.run.devices[:1]],
-        "max_shard_gb": settings.max_shard_gb,
+        "max_shard_gb": job.max_shard_gb,
         FILES: hashlib.sha256(json.dumps([job.source.cfg.to_dict(), headers, written]).encode()).hexdigest(),
         "samples": hashlib.sha256(json.dumps(chosen).encode()).hexdigest(),
     }

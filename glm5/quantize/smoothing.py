@@ -1,5 +1,6 @@
 """Smoothing of one layer: which subgraphs a recipe smooths, with what inputs, and the scales put into the weights."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,11 +8,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from glm5.checkpoint.names import STACK
-from glm5.config.recipe import FlexAwq, FlexSmooth
+from glm5.config.recipe import FlexAwq, FlexSmooth, WeightGrid
 from glm5.quant.fuse import smooth
 from glm5.quant.graph import SUBGRAPHS, Subgraph
+from glm5.quant.minmax import fake_quantize
 from glm5.quant.record import Scheme
-from glm5.quant.smooth import Smoothing, Target, flex_awq, flex_smooth
+from glm5.quant.smooth import (
+    RoundWeight,
+    Smoothing,
+    Target,
+    flex_awq,
+    flex_smooth,
+    round_ssz,
+    round_ssz_upstream,
+)
 from glm5.quantize.calibrate import Inputs
 from glm5.quantize.devices import on_devices
 from glm5.quantize.errors import evenly
@@ -89,8 +99,20 @@ def _search(
     if all(target.scheme is None for target in targets):
         return None  # nothing that reads it is quantized
     if isinstance(step, FlexAwq):
-        return flex_awq(x, targets, counts=counts, upstream=upstream)
+        rounding = _rounding(step.qconfig.weight, upstream)
+        return flex_awq(x, targets, alpha=step.alpha, counts=counts, upstream=upstream, round_weight=rounding)
     return flex_smooth(x, targets, alpha=step.alpha, beta=step.beta, upstream=upstream)
+
+
+def _rounding(weight: WeightGrid, upstream: bool) -> RoundWeight | None:
+    """How a step's search rounds; None: as `flex_awq` does by itself."""
+    if weight.method == "minmax":
+        return fake_quantize
+    if weight.ext.step is None:
+        return None
+    if upstream:
+        return partial(round_ssz_upstream, steps=weight.ext.step)
+    return partial(round_ssz, refine=weight.ext.step)
 
 
 def _experts(

@@ -13,14 +13,13 @@ from torch.nn import functional as F
 
 from glm5.checkpoint.formats.base import Format
 from glm5.checkpoint.names import STACK
-from glm5.config.recipe import WeightExt
 from glm5.kernels.block_scaled import FP8_MAX
 from glm5.quant.gptq import gptq, gram
 from glm5.quant.minmax import quantize
 from glm5.quant.nvfp4 import quantize_nvfp4
 from glm5.quant.qat import minmax_scale
 from glm5.quant.record import E2M1, Grid, Quantized
-from glm5.quant.ssz import ssz, ssz_asymmetric, ssz_upstream
+from glm5.quant.ssz import REFINE, ssz, ssz_asymmetric, ssz_upstream
 from glm5.quantize.calibrate import Inputs
 from glm5.quantize.devices import on_devices
 from glm5.quantize.errors import Errors, errors_of, evenly
@@ -42,6 +41,8 @@ class Options:
     upstream: bool = False
     all_experts: bool = False
     min_tokens: int = 16
+    trained: bool = False
+    """With int4 in view: rounded as then."""
 
 
 @dataclass
@@ -208,9 +209,10 @@ def quantize_weight(
     """weight [..., O, I] on its grid; `hessian` [..., I, I] of its inputs, all zero for a matrix without any."""
     grid = linear.scheme.weight
     if grid.kind == "nvfp4":
-        return quantize_nvfp4(weight, grid, tensor_scale)
+        tensor_scale = shared_tensor_scale([weight]) if tensor_scale is None else tensor_scale
+        return quantize_nvfp4(weight, grid, options.format.stored_tensor_scale(tensor_scale))
     importance = None if hessian is None else hessian.diagonal(dim1=-2, dim2=-1)
-    scale, offset = find_scale(weight, grid, linear.method, linear.ext, importance, upstream=options.upstream)
+    scale, offset = find_scale(options, weight, grid, linear, importance)
     # As a file holds it: float32 at most, also where everything is computed in float64.
     scale = options.format.stored_scale(scale.float(), linear.scheme).to(scale.dtype)
     if linear.method == "gptq" and hessian is not None:
@@ -219,19 +221,23 @@ def quantize_weight(
 
 
 def find_scale(
-    weight: Tensor, grid: Grid, method: str, ext: WeightExt, importance: Tensor | None, *, upstream: bool
+    options: Options, weight: Tensor, grid: Grid, linear: LinearPlan, importance: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """(scale, offset); gptq stands for the method of its scales."""
+    method, ext = linear.method, linear.ext
     if method == "minmax" or (method == "gptq" and ext.scales == "minmax"):
-        return minmax_scale(weight, grid)
-    if upstream and grid.symmetric:
+        return minmax_scale(weight, grid, trained=options.trained or options.upstream)
+    if options.upstream and grid.symmetric:
         return ssz_upstream(weight, grid, ext.step or UPSTREAM_STEPS), None
     weights = None
     if importance is not None and ext.weighted:
         # Without inputs all count the same.
         empty = importance.amax(-1, keepdim=True) == 0
         weights = torch.where(empty, torch.ones_like(importance), importance)
-    return ssz_asymmetric(weight, grid, weights) if not grid.symmetric else (ssz(weight, grid, weights), None)
+    refine = ext.step or REFINE
+    if not grid.symmetric:
+        return ssz_asymmetric(weight, grid, weights, refine=refine)
+    return ssz(weight, grid, weights, refine=refine), None
 
 
 def shared_tensor_scale(weights: list[Tensor]) -> Tensor:

@@ -29,12 +29,14 @@ class StoredTensor(NamedTuple):
     name: str
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
+    is_divisor: bool = False
+    """It is stored as its reciprocal."""
 
 
 @dataclass(frozen=True)
 class Stored:
     """A quantized matrix [O, I] on disk. `module`: its name without `.weight`. `beside`: tensors that are written for
-    other readers and not read here."""
+    other readers and not read here. `foreign`: such that only others write."""
 
     module: str
     scheme: Scheme
@@ -42,6 +44,7 @@ class Stored:
     parts: dict[Role, StoredTensor]
     packing: Packing = UNPACKED
     beside: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -51,20 +54,24 @@ class Stored:
     @property
     def tensor_names(self) -> list[str]:
         """Of all tensors on disk."""
-        return [*(part.name for part in self.parts.values()), *self.beside]
+        return [*(part.name for part in self.parts.values()), *self.beside, *self.foreign]
 
     def write(self, weight: Quantized) -> dict[str, Tensor]:
         """The tensors of `parts` by name."""
         found: dict[str, Tensor] = {}
         for role, part in self.parts.items():
             tensor, dtype = getattr(weight, role), DTYPES[part.dtypes[0]]
+            tensor = tensor.reciprocal() if part.is_divisor else tensor
             stored = self.packing.pack(tensor).view(dtype) if role == "codes" else tensor.to(dtype)
             found[part.name] = stored.reshape(part.shape)
         return found
 
     def read(self, fetch: Callable[[str], Tensor]) -> Quantized:
         """What `write` was given; `fetch` has tensors by name."""
-        parts = {role: fetch(part.name) for role, part in self.parts.items()}
+        parts = {
+            role: fetch(part.name).float().reciprocal() if part.is_divisor else fetch(part.name)
+            for role, part in self.parts.items()
+        }
         codes = self.packing.unpack(parts.pop("codes"), signed=self.scheme.weight.kind == "int")
         if "tensor_scale" in parts:
             parts["tensor_scale"] = parts["tensor_scale"].reshape(1, 1)
@@ -104,6 +111,10 @@ class Format:
 
     def stored_scale(self, scale: Tensor, scheme: Scheme) -> Tensor:
         """The scale as its reader will use it: values are rounded for this one (float32 in and out)."""
+        return scale
+
+    def stored_tensor_scale(self, scale: Tensor) -> Tensor:
+        """The same of nvfp4's scale of a whole tensor."""
         return scale
 
     def layout(self, module: str, scheme: Scheme, shape: tuple[int, int]) -> Stored:

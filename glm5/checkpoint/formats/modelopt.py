@@ -32,7 +32,7 @@ class ModelOpt(Format):
     targets = ("vllm", "sglang")
 
     def supports(self, schemes: Set[Scheme]) -> bool:
-        return any(scheme.weight.kind == "nvfp4" for scheme in schemes)
+        return all(scheme.weight.kind == "nvfp4" for scheme in schemes)
 
     def refusal(self, module: str, scheme: Scheme, target: Target) -> str | None:
         return None if scheme.weight.kind == "nvfp4" else f"ModelOpt's NVFP4 holds no {scheme_name(scheme)}"

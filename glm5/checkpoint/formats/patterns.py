@@ -1,17 +1,27 @@
 """Which modules a config's patterns name: short lists that say exactly which scheme each module has.
 
 A leaf is a module within its layer; of experts it stands for all of them. A leaf that is the same in all layers of a
-model needs one pattern, one that differs names its layers.
+model needs one pattern, one that differs names its layers. Engines ask for some modules under names of their own: those
+they merge (`names.MERGED`), and in SGLang those of the MTP layer. Rules differ in whether they translate such a name
+into its parts, so the lists have both.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from glm5.checkpoint.formats.base import Schemes
-from glm5.checkpoint.names import OUTER, STACK, place_of
+from glm5.checkpoint.names import MERGED, OUTER, STACK, place_of
 from glm5.config.model import ModelConfig
+from glm5.config.refusal import refuse
 from glm5.config.tensors import tensor_specs
 from glm5.quant.record import Scheme
+
+V = TypeVar("V")
+CLASS = "Linear"
+"""Of all modules here, as a pattern."""
+# Rules of regular expressions ask for the experts of a stack one by one, those of globs for the stack.
+_MERGED_LINEAR = {leaf: parts for leaf, parts in MERGED.items() if not parts[0].startswith(STACK)}
 
 
 def linear_modules(cfg: ModelConfig) -> dict[int, list[str]]:
@@ -28,53 +38,79 @@ def target_patterns(schemes: Schemes) -> dict[Scheme, list[str]]:
     """Patterns by scheme, to be read with `ignored_patterns`, which wins: `re:.*self_attn\\.o_proj$`."""
     by_leaf: dict[str, dict[Scheme, list[int]]] = {}
     for layer_idx, layer in schemes.items():
-        for module, scheme in layer.items():
-            by_leaf.setdefault(module, {}).setdefault(scheme, []).append(layer_idx)
+        merged = {leaf: layer[parts[0]] for leaf, parts in _MERGED_LINEAR.items() if parts[0] in layer}
+        for leaf, scheme in {**layer, **merged}.items():
+            by_leaf.setdefault(leaf, {}).setdefault(scheme, []).append(layer_idx)
     found: dict[Scheme, list[str]] = {}
     for leaf, by_scheme in by_leaf.items():
         for scheme, layers in by_scheme.items():
-            where = ".*" if len(by_scheme) == 1 else rf".*layers\.({'|'.join(map(str, sorted(layers)))})\."
-            found.setdefault(scheme, []).append(f"re:{where}{_leaf_pattern(leaf)}$")
+            found.setdefault(scheme, []).append(_pattern(leaf, None if len(by_scheme) == 1 else layers))
     return found
 
 
 def ignored_patterns(cfg: ModelConfig, schemes: Schemes) -> list[str]:
-    """Patterns for every linear module that stays as it is; modules by the names they have before engines merge any."""
-    modules = linear_modules(cfg)
-    partly = [i for i in modules if i in schemes]
-    kept: dict[str, list[int]] = {}
-    for layer_idx in partly:
-        for leaf in modules[layer_idx]:
-            if leaf not in schemes[layer_idx]:
-                kept.setdefault(leaf, []).append(layer_idx)
-    found = ["lm_head"]
-    for leaf, layers in kept.items():
-        everywhere = not any(leaf in schemes[i] for i in partly)
-        where = ".*" if everywhere else rf".*layers\.({'|'.join(map(str, sorted(layers)))})\."
-        found.append(f"re:{where}{_leaf_pattern(leaf)}$")
-    return found + [rf"re:.*layers\.{i}\..*" for i in sorted(modules.keys() - schemes.keys() - {OUTER})]
+    """Patterns for every linear module that stays as it is."""
+    found = ["lm_head", *(_pattern(leaf, layers) for leaf, layers in _kept(cfg, schemes, _MERGED_LINEAR).items())]
+    found += [rf"re:.*layers\.{layer_idx}\..*" for layer_idx in _whole(cfg, schemes)]
+    return found + ([r"re:model\.decoder\..*"] if cfg.num_hidden_layers in _whole(cfg, schemes) else [])
 
 
 def ignored_globs(cfg: ModelConfig, schemes: Schemes) -> list[str]:
-    """The same as globs, which have no alternatives: `*mlp.gate`."""
-    modules = linear_modules(cfg)
-    partly = [i for i in modules if i in schemes]
+    """The same as globs, which have no alternatives: `*mlp.gate`. SGLang asks them for a head of the MTP layer, too."""
     found = ["lm_head"]
-    for leaf in dict.fromkeys(leaf for i in partly for leaf in modules[i]):
-        without = [i for i in partly if leaf in modules[i] and leaf not in schemes[i]]
-        if without and not any(leaf in schemes[i] for i in partly):
-            found.append(f"*layers.*.{leaf}")
-        else:
-            found.extend(f"*layers.{i}.{leaf}" for i in without)
-    return found + [f"*layers.{i}.*" for i in modules if i != OUTER and i not in schemes]
+    for leaf, layers in _kept(cfg, schemes, MERGED).items():
+        found += [f"*layers.*.{leaf}"] if layers is None else [f"*layers.{layer_idx}.{leaf}" for layer_idx in layers]
+    found += [f"*layers.{layer_idx}.*" for layer_idx in _whole(cfg, schemes)]
+    if cfg.num_nextn_predict_layers:
+        found.append("*shared_head.*")
+    return found + (["model.decoder.*"] if cfg.num_hidden_layers in _whole(cfg, schemes) else [])
 
 
-def matches(patterns: Iterable[str], module: str) -> bool:
-    """As compressed-tensors matches: `re:` from the start, a class (all here are Linear), or a whole name."""
-    return any(re.match(p[3:], module) if p.startswith("re:") else p in ("Linear", module) for p in patterns)
+def _kept(cfg: ModelConfig, schemes: Schemes, merged: Mapping[str, tuple[str, ...]]) -> dict[str, list[int] | None]:
+    """Leaves that stay as they are, those of `merged` too, in which of the layers where others do not; None: in all."""
+    modules = linear_modules(cfg)
+    partly = [layer_idx for layer_idx in modules if layer_idx in schemes]
+    kept: dict[str, list[int]] = {}
+    changed: set[str] = set()
+    for layer_idx in partly:
+        names = {leaf: leaf for leaf in modules[layer_idx]}
+        names |= {leaf: parts[0] for leaf, parts in merged.items() if parts[0] in names}
+        for leaf, part in names.items():
+            if part in schemes[layer_idx]:
+                changed.add(leaf)
+            else:
+                kept.setdefault(leaf, []).append(layer_idx)
+    return {leaf: layers if leaf in changed else None for leaf, layers in kept.items()}
 
 
-def _leaf_pattern(leaf: str) -> str:
+def _whole(cfg: ModelConfig, schemes: Schemes) -> list[int]:
+    """Layers that stay as they are."""
+    return sorted(linear_modules(cfg).keys() - schemes.keys() - {OUTER})
+
+
+def lookup(patterns: Mapping[str, V]) -> Callable[[str], V | None]:
+    """What a module's pattern stands for, as compressed-tensors matches: its whole name, else the first of the `re:`
+    patterns that fits from the start, else the class. ConfigError for a pattern that is no regular expression."""
+    compiled: list[tuple[re.Pattern[str], V]] = []
+    for pattern, value in patterns.items():
+        if pattern.startswith("re:"):
+            try:
+                compiled.append((re.compile(pattern[3:]), value))
+            except re.error as error:
+                raise refuse("quantization_config", pattern, f"regular expressions: {error}") from None
+
+    def find(module: str) -> V | None:
+        if module in patterns:
+            return patterns[module]
+        return next((value for regex, value in compiled if regex.match(module)), patterns.get(CLASS))
+
+    return find
+
+
+def _pattern(leaf: str, layers: list[int] | None) -> str:
+    """For a leaf of some layers; None: of all."""
+    where = ".*" if layers is None else rf".*layers\.({'|'.join(map(str, sorted(layers)))})\."
     if leaf.startswith(STACK):
-        return rf"mlp\.experts\.\d+\.{re.escape(leaf.removeprefix(STACK))}"
-    return re.escape(leaf).replace(r"\_", "_")
+        return rf"re:{where}mlp\.experts\.\d+\.{re.escape(leaf.removeprefix(STACK))}$"
+    # transformers takes the first group with a pattern that contains "experts" for that of the routed ones.
+    return rf"re:{where}{re.escape(leaf).replace('experts', 'expert[s]')}$"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from glm5.quant.minmax import quantize
-from glm5.quant.qat import fake_int4, int4, is_int4
-from glm5.quant.record import INT4_GROUP
+from glm5.quant.minmax import minmax, quantize
+from glm5.quant.qat import fake_int4, int4, is_int4, minmax_scale
+from glm5.quant.record import INT4_CHANNEL, INT4_GROUP
 from glm5.quant.ssz import ssz
 from tests.support.weights import laplace, student_t4
 
@@ -59,3 +59,36 @@ def test_the_gradient_passes_as_if_nothing_had_been_done(seed):
     (x @ fake_int4(w).mT).square().sum().backward()
     want = 2 * (x @ fake_int4(w.detach()).mT).mT @ x
     assert torch.allclose(w.grad, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("grid", [INT4_GROUP, INT4_CHANNEL], ids=str)
+def test_minmax_takes_the_better_of_two_grids(grid, seed):
+    """By brute force in float64: of max|w| / 7 and max|w| / 7.5, which has the less error."""
+    w = student_t4(torch.Generator().manual_seed(seed), 40, 256)
+    w[:10] = quantize(w[:10], grid, minmax(w[:10], grid)[0]).dequantize(torch.float32)  # near the first grid
+    scale, offset = minmax_scale(w, grid)
+    assert offset is None
+    groups = w.double().reshape(-1, grid.group or 256)
+    errors = []
+    for reach in (7, 7.5):
+        each = (groups.abs().amax(-1, keepdim=True) / reach).clamp_min(1e-5)
+        each = each.bfloat16().double() if grid.group else each
+        errors.append((groups - each * (groups / each).round().clamp(-8, 7)).square().sum(-1))
+    got = groups - scale.double().reshape(-1, 1) * quantize(w, grid, scale).codes.double().reshape(groups.shape)
+    assert torch.allclose(got.square().sum(-1), torch.minimum(*errors), rtol=0.01)  # roundings of the scales differ
+    wider = (errors[1] < errors[0]).double()
+    first = len(groups) // 4
+    assert wider[:first].mean() < 0.1  # what is not near the first grid loses by half a step at most on the second
+    assert wider[first:].mean() > 0.9
+    assert torch.equal(minmax_scale(w, grid, trained=True)[0], int4(w).scale if grid.group else minmax(w, grid)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_minmax_keeps_what_was_trained(dtype, seed):
+    gen = torch.Generator().manual_seed(seed)
+    w = (laplace(gen, 50, 20 * 128) * torch.exp(3 * torch.randn(50, 1, generator=gen))).to(dtype)
+    w[0, :256] = 0
+    w[1, :128] *= 1e-9
+    trained = fake_int4(w)
+    assert torch.equal(minmax_scale(trained, INT4_GROUP)[0], int4(trained).scale)
+    assert not torch.equal(minmax_scale(w, INT4_GROUP)[0], int4(w).scale)

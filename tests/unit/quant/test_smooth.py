@@ -116,6 +116,9 @@ def test_upstreams_awq_scores_one_size_and_applies_another(seed):
     assert got.error.item() == pytest.approx(min(scores), rel=1e-9)
     assert got.alpha.item() == EXPONENTS[scores.index(min(scores))]
     assert torch.allclose(got.scale, x.abs().mean(0) ** got.alpha)
+    given = flex_awq(x, [Target(weight, W4A8)], alpha=0.35, upstream=True)
+    assert given.alpha.item() == pytest.approx(0.35)
+    assert given.error.item() == pytest.approx(scores[7], rel=1e-9)
 
 
 @pytest.mark.parametrize("run", [flex_smooth, flex_awq], ids=["smooth", "awq"])

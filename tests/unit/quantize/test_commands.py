@@ -34,7 +34,7 @@ def test_msmodelslims_own_recipe_runs(small_bf16, tmp_path, request):
     ("words", "said"),
     [
         (["--scheme", "w4a8", "--recipe", "r.toml"], "either --scheme or --recipe; got both"),
-        (["--scheme", "w5a8"], "--scheme: got 'w5a8'; allowed: 'w8a8', 'w4a8', 'w4a16', 'fp8' or 'nvfp4'"),
+        (["--scheme", "w5a8"], "--scheme: got 'w5a8'; allowed: 'w8a8', 'w4a8', 'w4a16', 'fp8', 'nvfp4' or 'nvfp4-fp8'"),
         (["--recipe", "missing.toml"], "missing.toml: cannot be read: No such file"),
         (["--calibration", "missing.txt"], "text needs a tokenizer"),
         (["--devcie", "cpu"], "did you mean --device?"),

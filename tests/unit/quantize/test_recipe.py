@@ -6,11 +6,11 @@ import pytest
 
 from glm5.common.errors import ConfigError
 from glm5.config.quantize import QuantConfig, QuantizeConfig
-from glm5.config.recipe import parse_recipe
+from glm5.config.recipe_file import parse_recipe
 from glm5.quantize.recipe import built_in, read_recipe, resolve
 
 UPSTREAM = Path(__file__).parent / "upstream.yaml"
-NAMES = ("w8a8", "w4a8-channel", "w4a8-group", "w4a8-sglang", "w4a16", "fp8", "nvfp4")
+NAMES = ("w8a8", "w4a8-channel", "w4a8-group", "w4a8-sglang", "w4a16", "fp8", "nvfp4", "nvfp4-fp8")
 EIGHT = {"scope": "per_channel", "dtype": "int8"}
 
 
@@ -39,12 +39,27 @@ def test_msmodelslims_file_runs_unchanged():
     assert not experts.takes("model.layers.78.mlp.experts.7.up_proj")
     assert found.recipe.smoothing[0].qconfig.weight.ext.step == 10
     assert found.recipe.rotation.seed == 0
+    assert found.recipe.max_shard_gb == pytest.approx(4 * 1.073741824)  # part_file_size is in GiB
+    assert found.notes[0].startswith('msModelSlim\'s labels of the recipe: {"config_id": "glm_5_w4a8", "score": 90')
+    assert (
+        resolve(settings(recipe=str(UPSTREAM), target="glm5")).notes[1]
+        == "--target glm5 in place of the recipe's ascend"
+    )
 
 
 def test_the_article_command_line():
     given = {"model_path": "m", "save_path": "o", "quant_type": "w4a8", "device": "npu:0,1", "tag": ("vLLM_Ascend",)}
     run = QuantConfig.model_validate(given).settings()
     assert (run.scheme, run.target, run.device) == ("w4a8", "ascend", "auto")
+    assert QuantConfig.model_validate({**given, "model_type": "GLM-5.3"}).settings() == run
+
+
+def test_a_recipe_of_the_articles_command_line_decides_the_target(tmp_path):
+    text = UPSTREAM.read_text().replace("ascendv1_saver", "compressed_tensors")
+    (tmp_path / "r.yaml").write_text(text)
+    given = {"model_path": "m", "save_path": "o", "config_path": str(tmp_path / "r.yaml")}
+    assert resolve(QuantConfig.model_validate(given).settings()).target == "vllm"
+    assert resolve(QuantConfig.model_validate(given | {"config_path": str(UPSTREAM)}).settings()).target == "ascend"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +104,16 @@ def changed(**linear: object) -> dict[str, object]:
         ({"process": [*changed()["process"], {"type": "quarot"}]}, "quarot comes first"),
         ({"spec": {"process": [], "saev": []}}, "spec.saev: got"),
         ({"spec": {"process": [], "save": None}}, "spec.save: got None; allowed: a list"),
-        ({"spec": {"process": [], "save": [{"type": "mindie_format_saver"}]}}, "spec.save.type: got 'mindie"),
+        ({"spec": {"process": [], "save": [{"type": "ascendv1_saver", "part_size": 4}]}}, "save.0.part_size: got 4"),
+        ({"spec": {"process": [], "save": [{"type": "ascendv1_saver"}] * 2}}, "save: got .* at most 1"),
+        ({"spec": changed(), "eigth": dict(EIGHT)}, "eigth: got .* anchors of YAML to which spec refers"),
+        ({"spec": changed(), "metadata": {"label": {"w_bit": 4}}}, "label.w_bit: got 4; allowed: 8, as the steps"),
+        ({"process": [{"type": "quarot", "export_extra_info": False}]}, "export_extra_info: got False; allowed: True"),
+        (
+            changed(qconfig={"weight": {**EIGHT, "ext": {"step": 9}}}),
+            "ext.step: got 9; allowed: nothing: it has no eff",
+        ),
+        ({"spec": {"process": [], "save": [{"type": "mindie_format_saver"}]}}, "spec.save.0.type: got 'mindie"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(raw, words):
