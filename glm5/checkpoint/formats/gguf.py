@@ -60,9 +60,7 @@ class Gguf(Format):
     def refusal(self, module: str, scheme: Scheme, target: Target) -> str | None:
         grid = scheme.weight
         if module.endswith("kv_b_proj"):
-            return (
-                "GGUF holds its half for keys transposed, so that blocks would run across its rows; leave it as it is"
-            )
+            return "GGUF holds the keys' half transposed, so blocks would run across its rows; leave it unquantized"
         if grid.kind != "int" or grid.bits not in (4, 8) or not grid.symmetric:
             return f"GGUF's Q4_0 and Q8_0 hold symmetric int4 and int8, not {scheme_name(scheme)}"
         if grid.scope not in ("channel", "group") or (grid.group or BLOCK) % BLOCK:
@@ -72,7 +70,7 @@ class Gguf(Format):
     def stored_scale(self, scale: Tensor, scheme: Scheme) -> Tensor:
         if (largest := scale.max().item()) > MAX_SCALE:
             raise ConfigError(
-                f"--target gguf: a scale of {largest:.3g} is beyond float16's {MAX_SCALE:.0f}, which GGUF's blocks have; "
+                f"--target gguf: a scale of {largest:.3g} is beyond {MAX_SCALE:.0f}, the most that float16 holds; "
                 "allowed: a recipe that leaves such weights as they are"
             )
         return block_scale(scale)

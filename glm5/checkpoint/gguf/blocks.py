@@ -3,8 +3,8 @@
     Q4_0   float16 scale | 16 bytes: code + 8 of value j in the low half of byte j, of value j + 16 in the high half
     Q8_0   float16 scale | 32 bytes: int8 codes
 
-Both are w = scale * code. A group of 128, or a row, is several blocks with the same scale, so nothing is rounded as long
-as float16 holds the scale. Scales of `quant.qat` are such numbers: 8 significant bits from 1e-5 up. Format: ggml-quants.
+Both are w = scale * code. A group of 128, or a row, is several blocks with the same scale, so nothing is rounded if
+float16 holds the scale. Those of `quant.qat` are such numbers: 8 significant bits, from 1e-5 up. Source: ggml-quants.c.
 """
 
 import torch

@@ -87,7 +87,7 @@ def fill(path: Path, where: Mapping[str, TensorEntry], tensors: Mapping[str, Ten
         for name, tensor in tensors.items():
             entry = where[name]
             assert (CODES[tensor.dtype], tuple(tensor.shape)) == (entry.dtype, entry.shape), f"{entry=} {tensor.shape=}"
-            data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
             file.seek(entry.start)
             while data:
                 data = data[file.write(data[:_PIECE_BYTES]) :]

@@ -78,9 +78,9 @@ def add_vocabulary(writer: Any, directory: Path, vocab_size: int) -> None:
 
 def _split_name(tokenizer: Tokenizer) -> str:
     """llama.cpp's name for how a tokenizer splits text."""
-    own = tokenizer.backend.pre_tokenizer
-    is_plain = own is not None and tokenizer.backend.normalizer is None
-    if is_plain and isinstance(tokenizer.backend.model, models.BPE):
+    backend = tokenizer.backend
+    own = backend.pre_tokenizer
+    if own is not None and backend.normalizer is None and isinstance(backend.model, models.BPE):
         pieces = own.pre_tokenize_str(_PROBE)
         for name, way in _WAYS.items():
             if way.pre_tokenize_str(_PROBE) == pieces:
