@@ -16,6 +16,7 @@ from glm5.checkpoint.gguf.blocks import block_scale, pack, unpack
 from glm5.checkpoint.gguf.file import create, entries
 from glm5.checkpoint.gguf.metadata import add_config
 from glm5.checkpoint.gguf.tensors import gguf_tensors, join_kv_b, plain_type, split_kv_b
+from glm5.checkpoint.load import load
 from glm5.common.errors import CheckpointError, ConfigError, MissingExtra
 from glm5.config.model import ModelConfig
 from glm5.config.presets import preset
@@ -369,6 +370,11 @@ def test_what_gguf_has_no_place_for_is_refused_by_name(small_bf16, tmp_path, mon
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(MissingExtra, match=r"pip install 'glm5\[gguf\]'"):
         quantize(settings(small_bf16, tmp_path / "out"))
+
+
+def test_this_engine_says_that_it_is_llama_cpps(written):
+    with pytest.raises(CheckpointError, match=r"holds a GGUF, which llama\.cpp loads; for this engine: glm5 quantize"):
+        load(written.path)
 
 
 def test_damaged_files_are_named(written, tmp_path):
