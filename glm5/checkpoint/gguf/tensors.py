@@ -23,6 +23,7 @@ from glm5.config.model import ModelConfig
 from glm5.config.tensors import tensor_specs
 from glm5.quant.record import Scheme
 
+_ARCHITECTURE = "GLM_DSA"  # of the package's MODEL_ARCH
 KV_B = "kv_b_proj.weight"
 _HALVES = ("kv_b_proj.k_b", "kv_b_proj.v_b")
 """What kv_b_proj.weight becomes on its way to a GGUF."""
@@ -118,9 +119,6 @@ def gguf_name(cfg: ModelConfig, source: str) -> str:
     if found is None:
         raise CheckpointError(f"{source}: GGUF has no name for it (package gguf, {_ARCHITECTURE})")
     return found
-
-
-_ARCHITECTURE = "GLM_DSA"
 
 
 def architecture() -> str:
