@@ -222,8 +222,7 @@ def test_scales_beyond_float16_are_refused():
         Gguf().stored_scale(torch.tensor([[7e4]]), None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("after", [-1, 1])
-def test_a_run_that_is_cut_off_goes_on_to_the_same_bytes(aware, written, tmp_path, monkeypatch, after):
+def test_a_run_that_is_cut_off_goes_on_to_the_same_bytes(aware, written, tmp_path, monkeypatch):
     class Cut(Exception):
         pass
 
@@ -231,7 +230,7 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_bytes(aware, written, tmp_pat
 
     def cut(self, layer_idx, *args):
         done(self, layer_idx, *args)
-        if layer_idx == after:
+        if layer_idx == 1:
             raise Cut
 
     with monkeypatch.context() as patch, pytest.raises(Cut):
