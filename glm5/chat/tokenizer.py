@@ -104,6 +104,11 @@ class Tokenizer:
         return None if wrong is None else f"token {wrong} is {own.get(wrong)!r} here and {others.get(wrong)!r} there"
 
     @property
+    def backend(self) -> Backend:
+        """The object of the package tokenizers, for writers of other formats."""
+        return self._backend
+
+    @property
     def spellings(self) -> dict[str, int]:
         """Ids by the tokens' spellings in tokenizer.json."""
         return self._backend.get_vocab(with_added_tokens=True)

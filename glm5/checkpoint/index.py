@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm5.checkpoint.formats.ascend import DESCRIPTION
+from glm5.checkpoint.gguf.file import FILE as GGUF_FILE
 from glm5.checkpoint.shard import TensorEntry, read_header, unique_keys
 from glm5.checkpoint.writer import INDEX_NAME, SINGLE_NAME
 from glm5.common.bounded import TABLES, read_bounded_text
@@ -87,6 +88,10 @@ def read_weight_map(directory: Path) -> dict[str, str] | None:
             raise CheckpointError(
                 f"{directory}: {DESCRIPTION} says that its weights are AscendV1's, which run on NPUs; for this engine: "
                 "glm5 quantize --target glm5"
+            )
+        if (directory / GGUF_FILE).is_file():
+            raise CheckpointError(
+                f"{directory}: holds a GGUF, which llama.cpp loads; for this engine: glm5 quantize --target glm5"
             )
         raise CheckpointError(f"{directory}: holds neither {INDEX_NAME} nor {SINGLE_NAME}{_other_weights(directory)}")
     try:

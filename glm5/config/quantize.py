@@ -11,7 +11,7 @@ from glm5.config.command import Also, Command, NoEffect, Positional
 from glm5.config.refusal import refuse
 
 SchemeName = Literal["w8a8", "w4a8", "w4a16", "fp8", "nvfp4", "nvfp4-fp8"]
-Target = Literal["glm5", "vllm", "sglang", "ascend"]
+Target = Literal["glm5", "vllm", "sglang", "ascend", "gguf"]
 _DEVICES = r"auto|cpu|cuda(:\d{1,3})?(,cuda:\d{1,3})*"
 
 
@@ -23,11 +23,11 @@ class QuantizeConfig(Command):
     out: Annotated[str | None, Positional()] = None
     """Folder to write; it appears when all is done. With --analyze: folder for the analysis."""
     scheme: SchemeName | None = None
-    """Bits of weights and activations. Default: w4a8 (attention and dense MLPs w8a8, experts w4a8)."""
+    """Bits of weights and activations. Default: w4a8 (attention and dense MLPs w8a8, experts w4a8); for gguf w4a16."""
     recipe: str | None = None
     """A file in place of a scheme: TOML, or msModelSlim's YAML."""
     target: Target | None = None
-    """Who loads the result, which decides the files. Default: glm5, or what the recipe names."""
+    """Who loads the result, which decides the files; gguf: llama.cpp. Default: glm5, or what the recipe names."""
     w4a8_weights: Literal["channel", "group"] | None = None
     """w4a8: int4 per channel under int8 tokens, or in groups of 128 under e4m3 tokens. Default: the target's."""
     method: Literal["minmax", "ssz", "gptq"] | None = None
@@ -36,8 +36,8 @@ class QuantizeConfig(Command):
     upstream_faithful: bool = False
     """Search and round as msModelSlim does, its known faults included; for comparisons."""
     mtp: Literal["keep", "drop"] = "keep"
-    """The MTP layer under rotation. keep: corrected, or, where the target has no place for that (vllm, sglang), the
-    residual stream is not rotated. drop: rotated all the same, and the MTP layer left out."""
+    """The MTP layer under rotation. keep: corrected, or, where the target has no place for that (vllm, sglang,
+    gguf), the residual stream is not rotated. drop: rotated all the same, and the MTP layer left out."""
     calibration: str = "generated"
     """Text to calibrate on: a file (.txt, .jsonl or .json), or generated."""
     num_samples: Annotated[int, Field(ge=1, le=10**5)] = 48
@@ -55,7 +55,7 @@ class QuantizeConfig(Command):
     compute_dtype: Literal["float32", "float64"] = "float32"
     """Element type of weights and activations while they are worked on."""
     max_shard_gb: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Largest file of weights. Default: the recipe's, or 4."""
+    """Largest file of weights. Default: the recipe's, or 4. A GGUF is one file."""
     held_out: str = "generated"
     """Text that the report measures on: a file, or generated."""
     held_out_tokens: Annotated[int, Field(ge=0, le=10**8)] = 8192

@@ -38,7 +38,7 @@ def draft_tensors(source: Source, run: Run, layer_idx: int, cfg: ModelConfig) ->
             found[f"{mtp}chained_rotation.weight"] = fixed.chained.float().cpu()
         else:
             found["rot.weight"] = fixed.hidden.float().cpu()
-    if run.plan.target != "glm5":
+    if run.plan.target not in ("glm5", "gguf"):
         copies = {f"{mtp}embed_tokens.weight": EMBED, f"{mtp}shared_head.head.weight": HEAD}
         for copy, name in copies.items():
             needed = run.plan.target == "ascend" or residual is not None

@@ -105,6 +105,7 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
         min_tokens=settings.min_tokens,
     )
     _refuse_trained_experts(run, source)
+    run.format.check(source.cfg, source.directory, plan.schemes)
     drops = settings.mtp == "drop" and source.cfg.num_nextn_predict_layers > 0
     cfg = source.cfg.replace(num_nextn_predict_layers=0) if drops else source.cfg
     return Job(settings, resolved, source, run, cfg)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from glm5.checkpoint.gguf.file import FILE, entries
 from glm5.checkpoint.names import OUTER, STACK, name_of, place_of
 from glm5.checkpoint.shard import TensorEntry, read_header, read_tensor
 from glm5.common.errors import CheckpointError
@@ -66,6 +67,8 @@ class Written:
         self.entries: dict[str, TensorEntry] = {
             entry.name: entry for file in sorted(directory.glob("*.safetensors")) for entry in read_header(file)
         }
+        if (gguf := directory / FILE).is_file():
+            self.entries = entries(gguf, ModelConfig.from_file(directory))
 
     def fetch(self, name: str) -> Tensor:
         if name not in self.entries:
@@ -88,7 +91,7 @@ class Written:
                     if module in linears:
                         each.append(job.stored(disk).read(self.fetch).dequantize(job.run.dtype))
                     else:
-                        each.append(self.fetch(name_of(layer_idx, name, expert)))
+                        each.append(job.run.format.read_plain(name_of(layer_idx, name, expert), self.fetch))
                 tensors[name] = torch.stack(each) if stacked else each[0]
             return _placed(job, tensors), {module: linear.scheme.act for module, linear in linears.items()}
 

@@ -51,11 +51,16 @@ def resolve(settings: QuantizeConfig) -> Resolved:
             )
         recipe = with_method(recipe, settings.method)
     rotation = recipe.rotation
-    if rotation is not None and rotation.residual and settings.mtp == "keep" and target in ("vllm", "sglang"):
+    if rotation is not None and rotation.residual and settings.mtp == "keep" and target in ("vllm", "sglang", "gguf"):
         recipe = _replaced(recipe, rotation, residual=False)
         notes.append(
             f"the residual stream is not rotated: {target} has no place for what MTP would need; "
             "--mtp drop rotates it and leaves MTP out"
+        )
+    if target == "gguf" and any(step.qconfig.act.dtype != "float" for step in recipe.linears):
+        notes.append(
+            "GGUF holds weights only: llama.cpp rounds inputs in its own way; what is measured here rounds them as the "
+            "recipe says"
         )
     if rotation is not None and rotation.seed is None:
         recipe = _replaced(recipe, recipe.rotation, seed=settings.seed)
@@ -102,16 +107,16 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _built_in(settings: QuantizeConfig, target: Target) -> str:
-    scheme = settings.scheme or "w4a8"
+    scheme = settings.scheme or ("w4a16" if target == "gguf" and settings.w4a8_weights is None else "w4a8")
     if scheme != "w4a8":
         return scheme
-    own = {"glm5": "channel", "ascend": "channel", "vllm": "group", "sglang": "sglang"}[target]
+    own = {"glm5": "channel", "ascend": "channel", "vllm": "group", "sglang": "sglang", "gguf": "channel"}[target]
     requested = settings.w4a8_weights
     if requested is None or (requested == "group" and own == "sglang"):
         return f"w4a8-{own}"
     if target != "glm5" and requested != own:
-        kernels = {"ascend": "int4 per channel", "vllm": "groups of 128", "sglang": "groups of 128"}[target]
-        raise ConfigError(f"--w4a8-weights {requested}: kernels of {target} take {kernels}; --target glm5 has both")
+        taken = {"channel": "int4 per channel", "group": "groups of 128", "sglang": "groups of 128"}[own]
+        raise ConfigError(f"--w4a8-weights {requested}: w4a8 for {target} has {taken}; --target glm5 has both")
     return f"w4a8-{requested}"
 
 

@@ -29,6 +29,7 @@ from glm5.quant.record import Quantized
 from glm5.quantize.calibrate import Activations
 from glm5.quantize.devices import peak_memory
 from glm5.quantize.drafts import draft_tensors
+from glm5.quantize.gguf_store import GgufStore
 from glm5.quantize.job import Job, calibration, held_out, prepare
 from glm5.quantize.measure import measure
 from glm5.quantize.quantize_layer import LayerResult, quantize_layer, rotated
@@ -55,7 +56,7 @@ def quantize(
     chosen = calibration(job, given)
     try:
         with held(root_of(out)):
-            store = Store(out, _fingerprint(job, chosen), restart=settings.restart)
+            store = _opened(job, out, chosen)
             _layers(job, store, chosen)
             _finish(job, store)
     except OSError as error:
@@ -66,6 +67,13 @@ def quantize(
     host, device = peak_memory(job.run.devices)
     logger.info("%s: written; at most %.2f GB of host memory, %s", out, host / 1e9, device)
     return out
+
+
+def _opened(job: Job, out: Path, chosen: Sequence[Sequence[int]] | None) -> Store:
+    fingerprint, restart = _fingerprint(job, chosen), job.settings.restart
+    if job.resolved.target == "gguf":
+        return GgufStore(job, out, fingerprint, restart=restart)
+    return Store(out, fingerprint, restart=restart)
 
 
 def _layers(job: Job, store: Store, chosen: Sequence[Sequence[int]] | None) -> None:
@@ -117,7 +125,10 @@ def _outer(
 def write(job: Job, store: Store, result: LayerResult, activations: Activations | None) -> None:
     """A layer's tensors in the run's format, and the mark that it is done."""
     run, layer_idx = job.run, result.layer_idx
-    tensors = dict(pair for name, tensor in result.plain.items() for pair in _by_expert(layer_idx, name, tensor))
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in result.plain.items():
+        for disk, one in _by_expert(layer_idx, name, tensor):
+            tensors |= run.format.write_plain(job.cfg, disk, one)
     schemes: dict[str, str] = {}
     digests: dict[str, str] = {}
     for module, quantized in result.quantized.items():

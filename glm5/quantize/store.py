@@ -151,6 +151,10 @@ class Store:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         with atomic_write(self.model / f"{prefix}.safetensors.index.json") as file:
             json.dump(index, file, indent=2)
+        self.publish()
+
+    def publish(self) -> None:
+        """Let the folder become OUT."""
         if self.out.exists():
             self.out.rmdir()
         self.model.replace(self.out)

@@ -2,7 +2,8 @@
 
 glm5         glm5's own layout              compressed   compressed-tensors: vLLM, SGLang, transformers
 fp8          native FP8, w4afp8             modelopt     NVFP4: vLLM, SGLang
-ascend       AscendV1                       packing      4-bit values in bytes      patterns   names of modules
+ascend       AscendV1                       gguf         GGUF: llama.cpp
+packing      4-bit values in bytes          patterns     names of modules
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from glm5.checkpoint.formats.ascend import AscendV1
 from glm5.checkpoint.formats.base import Format, Schemes, Stored, scheme_name
 from glm5.checkpoint.formats.compressed import CompressedTensors
 from glm5.checkpoint.formats.fp8 import NativeFp8, W4aFp8
+from glm5.checkpoint.formats.gguf import Gguf
 from glm5.checkpoint.formats.glm5 import Glm5Format
 from glm5.checkpoint.formats.modelopt import ModelOpt
 from glm5.checkpoint.shard import TensorEntry
@@ -21,7 +23,7 @@ from glm5.config.quantize import Target
 from glm5.config.refusal import refuse
 from glm5.config.tensors import tensor_specs
 
-FORMATS: tuple[Format, ...] = (NativeFp8(), ModelOpt(), W4aFp8(), AscendV1(), CompressedTensors(), Glm5Format())
+FORMATS: tuple[Format, ...] = (NativeFp8(), ModelOpt(), W4aFp8(), AscendV1(), CompressedTensors(), Gguf(), Glm5Format())
 """A plan is written in the first that its target loads and that suits its schemes."""
 # Matrices that no engine computes as a linear layer of its own.
 _NO_LINEAR = ("model.embed_tokens", ".mlp.gate")

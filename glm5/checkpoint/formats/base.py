@@ -5,6 +5,7 @@ A format's `layout` of a matrix is what both sides share: `write` makes its tens
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ class Matrix:
 
 
 class Format:
-    """A way to store quantized matrices. Tensors that are not quantized keep their names in every format."""
+    """A way to store quantized matrices. Others keep their names and values, unless `write_plain` says otherwise."""
 
     name: ClassVar[str]
     """The `quant_method` of config.json."""
@@ -108,6 +109,9 @@ class Format:
     def refusal(self, module: str, scheme: Scheme, target: Target) -> str | None:
         """Why this format cannot hold a scheme for a module of a layer, or its target not load it; None if both can."""
         return None
+
+    def check(self, cfg: ModelConfig, directory: Path, schemes: Schemes) -> None:
+        """Raise ConfigError for a model, or a tokenizer in its folder, that this format has no place for."""
 
     def stored_scale(self, scale: Tensor, scheme: Scheme) -> Tensor:
         """The scale as its reader will use it: values are rounded for this one (float32 in and out)."""
@@ -131,6 +135,14 @@ class Format:
         stored, beside = self.layout(matrix.module, matrix.scheme, (rows, columns)), self.beside(matrix)
         assert tuple(beside) == stored.beside, f"{self.name=} {stored.beside=}"
         return stored.write(matrix.weight) | beside
+
+    def write_plain(self, cfg: ModelConfig, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The tensors, by name, as which the format stores one that is not quantized."""
+        return {name: tensor}
+
+    def read_plain(self, name: str, fetch: Callable[[str], Tensor]) -> Tensor:
+        """The value of what `write_plain` was given; `fetch` has tensors by name."""
+        return fetch(name)
 
     def config(self, cfg: ModelConfig, schemes: Schemes) -> dict[str, Any] | None:
         """`quantization_config` of config.json; None for none."""

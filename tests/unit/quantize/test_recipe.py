@@ -80,7 +80,7 @@ def test_the_target_decides(given, name, residual):
 
 
 def test_a_target_without_such_kernels_is_refused():
-    with pytest.raises(ConfigError, match="kernels of vllm take groups of 128"):
+    with pytest.raises(ConfigError, match="w4a8 for vllm has groups of 128"):
         resolve(settings(scheme="w4a8", target="vllm", w4a8_weights="channel"))
 
 
