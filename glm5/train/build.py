@@ -133,8 +133,6 @@ class Builder:
             )
             if not here:
                 raise DataError(f"{pattern}: no such file, neither in {self.beside} nor where the command runs")
-            if folders := [name for name in here if not Path(name).is_file()]:
-                raise DataError(f"{folders[0]}: not a file; name files, such as {Path(folders[0]).name or '.'}/*.txt")
             found += [Path(name) for name in here]
         return found
 
