@@ -138,7 +138,7 @@ def test_bad_files_are_named(tmp_path, options):
         tokenize([tmp_path / "a.txt"], tmp_path / "out", options)
     with pytest.raises(DataError, match="no such file"):
         tokenize([tmp_path / "b.txt"], tmp_path / "out", options)
-    with pytest.raises(DataError, match=r"is a folder without .*; name files in it, such as .*/\*\.jsonl"):
+    with pytest.raises(DataError, match=r"is a folder without .*; name files, such as .*/\*\.jsonl"):
         tokenize([tmp_path / "empty"], tmp_path / "out", options)
     with pytest.raises(DataError, match="no files"):
         tokenize([], tmp_path / "out", options)
