@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def check(settings: ModelSource, engine: EngineConfig) -> None:
     """Raises ConfigError for a missing chat template or adapter, an unwritable cache folder, and a length or number of
-    ranks that does not fit a local model; CheckpointError for one without a tokenizer. It downloads nothing and does not import torch."""
+    ranks that does not fit a local model; CheckpointError for a local model without a tokenizer. It downloads nothing
+    and does not import torch."""
     from glm5.chat.template import ChatTemplate
     from glm5.config.engine import check_length
     from glm5.config.model import ModelConfig

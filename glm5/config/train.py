@@ -320,6 +320,8 @@ class Recipe(Section):
     """Deterministic sums on a GPU: a resumed run ends with the same bits as an uninterrupted one."""
     tensorboard: bool = False
     """Write TensorBoard's files too, into OUT/tensorboard. Needs the extra tensorboard."""
+    wandb: bool = False
+    """Log to Weights & Biases too. Needs the extra wandb."""
     peak_tflops: Positive | None = None
     """What the device can do in this dtype; with it, MFU is shown."""
     skip_steps: Annotated[int, Field(ge=0)] = 0

@@ -56,10 +56,10 @@ class LLM:
     """A model with its tokenizer and the engine that runs them. Use it from one thread, and `close` it at the end.
 
     `model` is a checkpoint folder or a hub id, run in a process of its own; or a model in memory, run in this process.
-    `tokenizer` replaces the checkpoint's; where there is none, prompts are token ids and answers have no text. `dtype` and `device` are for
-    loading ("auto": the checkpoint's dtype, on the GPU if there is one), `generation_config` has vLLM's meaning
-    (defaults.py). `engine`: fields of `EngineConfig`, such as max_model_len, and other engines' names for them
-    (config/keywords.py).
+    `tokenizer` replaces the checkpoint's; where there is none, prompts are token ids and answers have no text. `dtype`
+    and `device` are for loading ("auto": the checkpoint's dtype, on the GPU if there is one), `generation_config` has
+    vLLM's meaning (defaults.py). `engine`: fields of `EngineConfig`, such as max_model_len, and other engines' names
+    for them (config/keywords.py).
 
     `launch`: a command in place of Python by which the process runs on another machine (common/elsewhere.py).
 

@@ -108,8 +108,8 @@ class Run:
         if step and had < stage.steps and stage.shape != "constant":
             before, after = (Schedule(stage.model_copy(update={"steps": steps})) for steps in (had, stage.steps))
             logger.warning(
-                "stage %s has %d steps instead of %d: from step %d on, the learning rate is that of a stage of %d steps, "
-                "so it goes from %.3g to %.3g",
+                "stage %s has %d steps instead of %d: from step %d on, the learning rate is that of %d steps; "
+                "it goes from %.3g to %.3g",
                 *(stage.name, stage.steps, had, step + 1, stage.steps, before.lr(step - 1), after.lr(step)),
             )
 
@@ -166,7 +166,7 @@ class _Stage:
             rows = chain(held_out, map(self.rows.row, draws))
             self.trainer.prepare(self.stage, rows, len(held_out) + len(draws), is_start=not first)
         says = FINISHING if self.trainer.is_first else ""
-        with self._open_metrics() as log, noted_interrupt(says) as interrupted:
+        with self._open_metrics() as log, noted_interrupt(says, log.release) as interrupted:
             for number, rows in prefetch_rows(request_row, self.position.stage, self._draws, steps):
                 self._train_on(number, rows, log)
                 last = self.position.step == self.stage.steps
@@ -174,6 +174,7 @@ class _Stage:
                 if at_checkpoint or self.position.step % (plan.evaluate_every or plan.every) == 0:
                     metrics = self._held_out(log)
                     if at_checkpoint:
+                        log.release()
                         self._save_checkpoint(metrics)
                 stop = self.trainer.agree(stop=bool(interrupted))
                 if stop:
@@ -188,7 +189,7 @@ class _Stage:
     def _open_metrics(self) -> MetricsLog | NoMetrics:
         if not self.trainer.is_first:
             return NoMetrics()
-        return MetricsLog(self.parent.out, self.stage, self.position.step, tensorboard=self.recipe.tensorboard)
+        return MetricsLog(self.parent.out, self.recipe, self.stage, self.position.step)
 
     def _draws(self, step: int) -> range:
         return self.trainer.share(self.schedule.draws(step))

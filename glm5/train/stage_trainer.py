@@ -130,7 +130,7 @@ class StageTrainer:
         """Metrics of held-out rows."""
         batches = self.batches(stage, rows)
         if self.pairs is None:
-            metrics = held_out(self.model, batches, phase, self.bytes_W)
+            metrics = held_out(self.model, batches, phase, self.byte_lengths)
         else:
             metrics = held_out_pairs(self.model, batches, phase, self.pairs)
         if "temperature" in metrics:
@@ -140,8 +140,8 @@ class StageTrainer:
         return metrics if recall is None else metrics | {"attention recall": recall}
 
     @cached_property
-    def bytes_W(self) -> Tensor | None:
-        """The bytes of each token, where there is a tokenizer."""
+    def byte_lengths(self) -> Tensor | None:
+        """`evaluate.byte_lengths`, where there is a tokenizer."""
         tokenizer = self.builder.tokenizer
         return None if tokenizer is None else byte_lengths(tokenizer, self.builder.cfg.vocab_size).to(self.device)
 

@@ -92,7 +92,7 @@ class Store:
             )
         if position.step and not (position.done or state["model"] or state["parts"]):
             raise TrainingError(
-                f"{self.out}: an earlier version ended this run without keeping what more steps need; begin another run "
+                f"{self.out}: an earlier version ended this run without keeping what more steps need; begin another "
                 "with model.checkpoint = the last checkpoint of this one"
             )
         return position, state

@@ -173,7 +173,7 @@ class DistributedTrainer(StageTrainer):
         return whole if mesh.context == 1 else 2 * -(-whole // (2 * mesh.context))
 
     def _counter(self, batch: Batch) -> Callable[[Tensor], Tensor]:
-        return lambda hidden_TD: count(self.step.model, hidden_TD, batch, self.bytes_W)
+        return lambda hidden_TD: count(self.step.model, hidden_TD, batch, self.byte_lengths)
 
     def _sync_embedding(self) -> None:
         if isinstance(self.step, PipelineStep):

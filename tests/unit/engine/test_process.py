@@ -121,7 +121,7 @@ def test_a_folder_without_a_tokenizer_takes_token_ids(checkpoint, tmp_path):
         ):
             with pytest.raises(RequestError, match=says):
                 call()
-    with pytest.raises(CheckpointError, match="has no tokenizer.json; copy the tokenizer files"):
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json; copy the tokenizer files"):
         load_llm(GenerateConfig(model=str(bare)), EngineConfig())
 
 
