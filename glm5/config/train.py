@@ -49,10 +49,11 @@ class TrainConfig(Command):
 
 
 class TokenizeConfig(Command):
-    """Write a token file from texts or conversations: JSONL, Parquet or plain text."""
+    """Write a token file from texts, conversations or pairs of answers: JSON, tables or plain text."""
 
     files: Annotated[tuple[str, ...], Positional(), Field(min_length=1)]
-    """Files; .jsonl and .parquet hold a document a row, others are one document each."""
+    """Files, or folders of Parquet files or of `datasets`. Rows of JSON (.json, .jsonl), Parquet and Arrow are a document
+    each; any other file is one."""
     tokenizer: str
     """Checkpoint folder, or a Hugging Face id, whose tokenizer and chat template are used."""
     out: str
@@ -144,11 +145,11 @@ class TokensSource(DocumentSource):
 
 
 class FilesSource(DocumentSource):
-    """Text, JSONL or Parquet files, tokenized on the first run into the folder of the run."""
+    """Files as `glm5 tokenize` reads them, tokenized on the first run into the folder of the run."""
 
     kind: Literal["files"]
     files: Annotated[tuple[Place, ...], Field(min_length=1)]
-    """Names or patterns such as texts/*.txt; looked for beside the recipe, then from where the command runs."""
+    """Files, folders or patterns such as texts/*.txt; looked for beside the recipe, then from where the command runs."""
     text_key: str = "text"
     processes: Workers = 1
 
