@@ -52,8 +52,8 @@ class TokenizeConfig(Command):
     """Write a token file from texts, conversations or pairs of answers: JSON, tables or plain text."""
 
     files: Annotated[tuple[str, ...], Positional(), Field(min_length=1)]
-    """Files, or folders of Parquet files or of `datasets`. Rows of JSON (.json, .jsonl), Parquet and Arrow are a document
-    each; any other file is one."""
+    """Files, or folders of Parquet files or of `datasets`. A row of JSON (.json, .jsonl), Parquet or Arrow is one
+    document, and so is any other file."""
     tokenizer: str
     """Checkpoint folder, or a Hugging Face id, whose tokenizer and chat template are used."""
     out: str
@@ -149,7 +149,7 @@ class FilesSource(DocumentSource):
 
     kind: Literal["files"]
     files: Annotated[tuple[Place, ...], Field(min_length=1)]
-    """Files, folders or patterns such as texts/*.txt; looked for beside the recipe, then from where the command runs."""
+    """Files, folders or patterns such as texts/*.txt; looked for beside the recipe, then where the command runs."""
     text_key: str = "text"
     processes: Workers = 1
 

@@ -30,6 +30,8 @@ from glm5.train.data.forms import COLUMNS
 BATCH_BYTES = 1 << 18
 ROW = 64 * MIB
 """Limit for the text of a row."""
+BLANK = MIB
+"""Limit for empty lines one after another."""
 TEXT = 1024 * MIB
 """Limit for a file that is one text."""
 UNPACKED, RATIO = 256 * MIB, 100
@@ -39,6 +41,7 @@ ROWS = 64
 
 _ROW_ENDINGS = (".json", ".jsonl", ".ndjson")
 _STREAM = b"\xff\xff\xff\xff"
+_SKIPPED = b"\x2a\x4d\x18"
 _MAGIC: dict[bytes, Literal["gzip", "zstd", "parquet", "arrow"]] = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -48,7 +51,7 @@ _MAGIC: dict[bytes, Literal["gzip", "zstd", "parquet", "arrow"]] = {
 }
 _SPLIT = re.compile(r"(.+?)-\d{5}-of-\d{5}\.parquet")
 _SPACE = re.compile(r"[ \t\r\n]*")
-_CHARACTERS = 1 << 20  # of an array that are read at once
+_CHARACTERS = 1 << 18  # of an array that are read at once
 _CUT = 16  # characters before the end of what was read in which an error may come from that end
 
 Container = Literal["rows", "text", "parquet", "arrow"]
@@ -117,7 +120,8 @@ def container_of(path: Path) -> Container:
         return kind
     if path.suffix in (".parquet", ".arrow"):
         raise DataError(f"{path}: cannot be read as {path.suffix[1:].capitalize()}: it begins as none does")
-    return "rows" if (path.stem if kind else path.name).endswith(_ROW_ENDINGS) else "text"
+    name = path.name.removesuffix(".gz").removesuffix(".zst") if kind else path.name
+    return "rows" if name.endswith(_ROW_ENDINGS) else "text"
 
 
 def batches_of(path: Path, text_key: str) -> Iterator[Batch]:
@@ -150,6 +154,8 @@ def _opened(path: Path) -> io.BufferedReader:
 def _magic(file: BinaryIO) -> Literal["gzip", "zstd", "parquet", "arrow"] | None:
     begin = file.read(8)
     file.seek(0)
+    if begin[1:4] == _SKIPPED and 0x50 <= begin[0] < 0x60:  # before the data, as pzstd writes it
+        return "zstd"
     return next((kind for magic, kind in _MAGIC.items() if begin.startswith(magic)), None)
 
 
@@ -168,7 +174,8 @@ class _Unpacked(io.RawIOBase):
         except (OSError, EOFError, ValueError, zlib.error) as error:
             reason = str(error).partition("\n")[0]
             raise DataError(
-                f"{self._path}: cannot be unpacked ({reason}): it is damaged or cut off; fetch it again"
+                f"{self._path}: cannot be unpacked ({reason}): it is damaged, or its window is above 128 MiB; unpack "
+                "it by the program that packed it, or copy it anew"
             ) from None
         self._left -= count
         if self._left < 0:
@@ -213,13 +220,16 @@ Rows = Iterator[tuple[list[Any], list[str]]]
 def _of_lines(file: BinaryIO, path: Path) -> Rows:
     lines: list[bytes] = []
     places: list[str] = []
-    number = size = 0
+    number = size = blank = 0
     while line := file.readline(ROW + 1):
         number += 1
+        size += len(line)
+        blank = 0 if line.strip() else blank + len(line)
         if len(line) > ROW:
             raise DataError(f"{path}, line {number}: longer than {ROW // MIB} MiB, the most that a row may have")
-        size += len(line)
-        if line.strip():
+        if blank > BLANK:
+            raise DataError(f"{path}, line {number}: behind {BLANK // MIB} MiB of empty lines; take them out")
+        if not blank:
             lines.append(line)
             places.append(f"{path}, line {number}")
         if size >= BATCH_BYTES and lines:
@@ -353,10 +363,12 @@ def _arrow(path: Path, text_key: str) -> Records:
     with arrow.memory_map(str(path)) as source:
         reader = ipc.open_stream(source) if is_stream else ipc.open_file(source)
         columns = _columns(path, reader.schema.names, text_key)
-        for records in reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)):
+        number, of = 0, 0 if is_stream else reader.num_record_batches
+        for records in reader if is_stream else map(reader.get_batch, range(of)):
+            number += 1
             wanted = records.select(columns)
             wanted.validate(full=True)  # offsets of a damaged file may point anywhere
-            yield wanted, source.tell()
+            yield wanted, source.tell() if is_stream else source.size() * number // of
 
 
 def _columns(path: Path, there: Sequence[str], text_key: str) -> list[str]:
