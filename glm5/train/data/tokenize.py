@@ -73,7 +73,9 @@ def tokenize(
     is_paired = "a pair" in kinds.values()
     if is_paired and (other := next((path for path, kind in kinds.items() if kind != "a pair"), None)) is not None:
         raise DataError(f"{other}: no pairs of answers, unlike other files; both need a token file (or source) each")
-    batches = ((batch, kinds[path]) for path in paths for batch in batches_of(path, options.text_key))
+    batches: Iterator[tuple[Batch, Kind]] = (
+        (batch, kinds[path]) for path in paths for batch in batches_of(path, options.text_key)
+    )
     is_marked = set(kinds.values()) != {"a text"}
     with (
         writing(out, tokenizer.vocab_size, marked=is_marked, paired=is_paired, about=about) as writer,

@@ -76,7 +76,8 @@ def test_every_container_gives_the_same_documents(tmp_path, arrow):
     assert len(found) == 17
     assert all(one == [row["text"] for row in ROWS] for one in found.values()), found
     for file in tmp_path.iterdir():
-        assert sum(batch.num_bytes for batch in batches_of(file, "text")) == file.stat().st_size
+        num_bytes = sum(batch.num_bytes for batch in batches_of(file, "text"))
+        assert file.stat().st_size - 8 <= num_bytes <= file.stat().st_size  # Arrow's stream ends with 8 bytes
 
 
 def test_a_text_may_be_packed(tmp_path, arrow):
