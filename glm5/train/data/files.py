@@ -363,9 +363,8 @@ def _arrow(path: Path, text_key: str) -> Records:
     with arrow.memory_map(str(path)) as source:
         reader = ipc.open_stream(source) if is_stream else ipc.open_file(source)
         columns = _columns(path, reader.schema.names, text_key)
-        number, of = 0, 0 if is_stream else reader.num_record_batches
-        for records in reader if is_stream else map(reader.get_batch, range(of)):
-            number += 1
+        of = 0 if is_stream else reader.num_record_batches
+        for number, records in enumerate(reader if is_stream else map(reader.get_batch, range(of)), 1):
             wanted = records.select(columns)
             wanted.validate(full=True)  # offsets of a damaged file may point anywhere
             yield wanted, source.tell() if is_stream else source.size() * number // of
