@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+from glm5.common.errors import CheckpointError, GlmError
 from glm5.config.command import ModelSource, Sampling
 from glm5.config.engine import EngineConfig
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 def check(settings: ModelSource, engine: EngineConfig) -> None:
     """Raises ConfigError for a missing chat template or adapter, an unwritable cache folder, and a length or number of
-    ranks that does not fit a local model. It downloads nothing and does not import torch."""
+    ranks that does not fit a local model; CheckpointError for a local model without a tokenizer. It downloads nothing
+    and does not import torch."""
     from glm5.chat.template import ChatTemplate
     from glm5.config.engine import check_length
     from glm5.config.model import ModelConfig
@@ -30,14 +32,16 @@ def check(settings: ModelSource, engine: EngineConfig) -> None:
         cfg = ModelConfig.from_file(folder)
         check_length(cfg, engine.max_model_len)
         local_config(cfg, engine.tensor_parallel_size)
+        if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+            raise CheckpointError(f"{folder} has no tokenizer.json; copy the tokenizer files of its origin there")
 
 
 def load_llm(settings: ModelSource, engine: EngineConfig, **more: Any) -> "LLM":
-    """The model of the settings. `more`: keywords of `LLM`."""
+    """The model of the settings, with a tokenizer. `more`: keywords of `LLM`."""
     from glm5.engine.llm import LLM
 
     check(settings, engine)
-    return LLM(
+    llm = LLM(
         settings.model,
         dtype=settings.dtype,
         device=settings.device,
@@ -46,6 +50,12 @@ def load_llm(settings: ModelSource, engine: EngineConfig, **more: Any) -> "LLM":
         **engine.model_dump(),
         **more,
     )
+    try:
+        llm.get_tokenizer()  # what a hub id has is known only now
+    except GlmError:
+        llm.close()
+        raise
+    return llm
 
 
 def load_template(settings: ModelSource, llm: "LLM | JoinedLLM") -> "ChatTemplate":

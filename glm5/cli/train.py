@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         importlib.import_module("glm5.quantize.run")
     if recipe.tensorboard:
         importlib.import_module("glm5.train.metrics").check_board()
+    if recipe.wandb:
+        importlib.import_module("glm5.train.metrics").check_wandb()
     if settings.nproc is not None and settings.nproc > 1:
         _launch(settings)
     elif started > 1:

@@ -4,7 +4,7 @@ import ctypes
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -65,11 +65,11 @@ def orderly_end() -> Iterator[None]:
 
 
 @contextmanager
-def noted_interrupt(says: str = "") -> Iterator[list[int]]:
+def noted_interrupt(says: str = "", first: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
     """A list that receives SIGINT and SIGTERM, for a loop to check between steps. A second signal goes to the previous
     handler. The list stays empty outside of the main thread.
 
-    `says`: a message for stderr, written after the signal's name when it arrives.
+    `says`: a message for stderr, written after the signal's name when it arrives. `first`: called before.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -81,6 +81,7 @@ def noted_interrupt(says: str = "") -> Iterator[list[int]]:
         received.append(number)
         restore()
         if says:
+            first()
             begin = "\n" if os.isatty(2) else ""  # after a progress bar, or ^C
             with suppress(OSError):  # not print: a handler may interrupt another write
                 os.write(2, f"{begin}{signal_name(number)}: {says}\n".encode())

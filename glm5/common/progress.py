@@ -23,7 +23,7 @@ class Progress:
 
     def __init__(self, total: int | None, unit: str, desc: str, stream: TextIO | None = None) -> None:
         self.total, self.unit, self.desc = total, unit, desc
-        self.num_done = 0
+        self.num_done = self._num_written = 0
         self._stream = sys.stderr if stream is None else stream
         self._metrics: dict[str, object] = {}
         self._bar: tqdm[Any] | None = None
@@ -47,7 +47,7 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
-        elif self.num_done:
+        elif self.num_done != self._num_written:
             self._write_line()
 
     def update(self, n: int = 1, **metrics: object) -> None:
@@ -65,6 +65,7 @@ class Progress:
             self._write_line()
 
     def _write_line(self) -> None:
+        self._num_written = self.num_done
         seconds = max(time.monotonic() - self._start, 1e-9)
         rate = self.num_done / seconds
         parts = [f"{self.desc}: {self._done()}", f"{self._amount(rate)}/s"]

@@ -73,9 +73,9 @@ class EngineKeywords(EngineFlags):
         Literal["fcfs", "priority"], NoEffect("requests of one priority are served in order of arrival")
     ] = "fcfs"
     tokenizer_mode: Annotated[Literal["auto", "hf"], NoEffect("tokenizer.json is read")] = "auto"
-    skip_tokenizer_init: Annotated[Literal[False], NoEffect("give a model in memory to run without a tokenizer")] = (
-        False
-    )
+    skip_tokenizer_init: Annotated[
+        Literal[False], NoEffect("a folder without tokenizer.json runs without a tokenizer")
+    ] = False
     task: Annotated[Literal["auto", "generate"], NoEffect("models generate")] = "auto"
     runner: Annotated[Literal["auto", "generate"], NoEffect("models generate")] = "auto"
     enable_lora: Annotated[Literal[False], _DETAIL] = False

@@ -49,10 +49,11 @@ class TrainConfig(Command):
 
 
 class TokenizeConfig(Command):
-    """Write a token file from texts or conversations: JSONL, Parquet or plain text."""
+    """Write a token file from texts, conversations or pairs of answers: JSON, tables or plain text."""
 
     files: Annotated[tuple[str, ...], Positional(), Field(min_length=1)]
-    """Files; .jsonl and .parquet hold a document a row, others are one document each."""
+    """Files, or folders of Parquet files or of `datasets`. A row of JSON (.json, .jsonl), Parquet or Arrow is one
+    document, and so is any other file."""
     tokenizer: str
     """Checkpoint folder, or a Hugging Face id, whose tokenizer and chat template are used."""
     out: str
@@ -144,11 +145,11 @@ class TokensSource(DocumentSource):
 
 
 class FilesSource(DocumentSource):
-    """Text, JSONL or Parquet files, tokenized on the first run into the folder of the run."""
+    """Files as `glm5 tokenize` reads them, tokenized on the first run into the folder of the run."""
 
     kind: Literal["files"]
     files: Annotated[tuple[Place, ...], Field(min_length=1)]
-    """Names or patterns such as texts/*.txt; looked for beside the recipe, then from where the command runs."""
+    """Files, folders or patterns such as texts/*.txt; looked for beside the recipe, then where the command runs."""
     text_key: str = "text"
     processes: Workers = 1
 
@@ -320,6 +321,8 @@ class Recipe(Section):
     """Deterministic sums on a GPU: a resumed run ends with the same bits as an uninterrupted one."""
     tensorboard: bool = False
     """Write TensorBoard's files too, into OUT/tensorboard. Needs the extra tensorboard."""
+    wandb: bool = False
+    """Log to Weights & Biases too. Needs the extra wandb."""
     peak_tflops: Positive | None = None
     """What the device can do in this dtype; with it, MFU is shown."""
     skip_steps: Annotated[int, Field(ge=0)] = 0

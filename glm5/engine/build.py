@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,8 +82,7 @@ def build_for(start: Start, on_progress: Progress, heartbeat: Heartbeat | None =
     ConfigError and CheckpointError."""
     config, path = EngineConfig(**start.config), Path(start.path)
     check_disk(config.kv_disk_dir)
-    folder = Path(start.tokenizer) if start.tokenizer is not None else path
-    load_tokenizer = lambda: Tokenizer.from_dir(folder)  # noqa: E731
+    load_tokenizer = None if start.tokenizer is None else partial(Tokenizer.from_dir, start.tokenizer)
     size = config.tensor_parallel_size
     device = _device(start, 0, size)
     if size == 1:

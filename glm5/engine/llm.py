@@ -55,11 +55,11 @@ _POLL_SECONDS = 0.1  # the longest delay of Ctrl-C
 class LLM:
     """A model with its tokenizer and the engine that runs them. Use it from one thread, and `close` it at the end.
 
-    `model` is a checkpoint folder or a hub id, run in a process of its own; or a model in memory, run in this process,
-    also without a tokenizer, on token ids only. `tokenizer` replaces the checkpoint's. `dtype` and `device` are for
-    loading ("auto": the checkpoint's dtype, on the GPU if there is one), `generation_config` has vLLM's meaning
-    (defaults.py). `engine`: fields of `EngineConfig`, such as max_model_len, and other engines' names for them
-    (config/keywords.py).
+    `model` is a checkpoint folder or a hub id, run in a process of its own; or a model in memory, run in this process.
+    `tokenizer` replaces the checkpoint's; where there is none, prompts are token ids and answers have no text. `dtype`
+    and `device` are for loading ("auto": the checkpoint's dtype, on the GPU if there is one), `generation_config` has
+    vLLM's meaning (defaults.py). `engine`: fields of `EngineConfig`, such as max_model_len, and other engines' names
+    for them (config/keywords.py).
 
     `launch`: a command in place of Python by which the process runs on another machine (common/elsewhere.py).
 
@@ -101,7 +101,7 @@ class LLM:
                         dtype=str(dtype).removeprefix("torch."),
                         device=str(device),
                         lora_norm_eps=lora_norm_eps,
-                        tokenizer=str(tokenizer) if isinstance(tokenizer, (str, Path)) else None,
+                        tokenizer=_tokenizer_folder(tokenizer, self.path),
                         log_level=logging.getLevelName(logging.getLogger("glm5").getEffectiveLevel()),
                         log_style=style(),
                     ),
@@ -467,8 +467,15 @@ def _locate(model: str | Path) -> Path:
 def _tokenizer(given: Tokenizer | str | Path | None, checkpoint: Path | None) -> Tokenizer | None:
     if isinstance(given, Tokenizer):
         return given
-    folder = checkpoint if given is None else given
+    folder = _tokenizer_folder(given, checkpoint)
     return None if folder is None else Tokenizer.from_dir(folder)
+
+
+def _tokenizer_folder(given: Tokenizer | str | Path | None, checkpoint: Path | None) -> str | None:
+    """The folder that is given, else the checkpoint's if it has a tokenizer."""
+    if isinstance(given, (str, Path)):
+        return str(given)
+    return str(checkpoint) if checkpoint is not None and (checkpoint / "tokenizer.json").is_file() else None
 
 
 def _core_of(model: Glm5, config: EngineConfig, tokenizer: Tokenizer | None) -> Core:

@@ -121,8 +121,8 @@ def write_post_train_page(path: Path, results: Results) -> Path:
         [
             f"<h2>Skills by stage</h2><p>{_ABOUT_SKILLS}</p>",
             _table(_skills(results)),
-            plot(curves, max(last, 1), range(1, last)),
-            f"<p>Left to right: {html.escape(', '.join(results.measured))}.</p>",
+            plot(curves, max(last, 1), range(1, last), x="stage", y="mean reward"),
+            f"<p>Stages: {html.escape(', '.join(f'{i} {name}' for i, name in enumerate(results.measured)))}.</p>",
             "<h2>The served model beside each skill's best stage</h2>",
             f"<p>{_ABOUT_SERVED} {100 * results.recipe.evaluation.margin:g} points.</p>",
             _table(_served(results)),

@@ -177,11 +177,11 @@ class Run:
     async def run(self) -> Path:
         """Run to the end; returns the folder of the policy."""
         names = [one.name for one in self.recipe.environment]
-        interrupts = noted_interrupt(FINISHING)
         launcher = partial(self.launcher, "cpu")
         workers = EnvironmentWorkers(names, num_workers=self.recipe.workers, sandbox=self.sandbox, launcher=launcher)
         async with workers as self.workers:
             watch = Watch(self.out, self.recipe, self.number)
+            interrupts = noted_interrupt(FINISHING, watch.release)
             with watch as self.watch, interrupts as interrupted, self._gateway() as self.gateway:
                 try:
                     await self._alive(self._push, is_dead=True)

@@ -2,6 +2,7 @@
 
 import html
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,18 @@ TOGETHER = (
     ("time/step", "time/rollout", "time/train", "time/push", "time/record"),
 )
 """Metrics that share a plot, in this order; all others follow, each in a plot of its own."""
+_UNITS = (
+    (r"len/truncated|perf/mfu|wait/.*|tool/fail|is/ess|episode/failed.*|.*pass@.*|.*frac.*|.*share_.*", "share"),
+    (r"entropy|kl/.*|logp/.*|teacher_kl/.*", "nats a token"),
+    (r"len/.*|episode/tokens.*", "tokens"),
+    (r"perf/.*tok_s", "tokens a second"),
+    (r"push/gb_s", "GB a second"),
+    (r"push/bytes", "bytes"),
+    (r"perf/peak_gib", "GiB"),
+    (r"staleness/.*|keys/age_max", "pushes"),
+    (r"time/.*|episode/s.*|.*_s(_.*)?", "seconds"),
+)
+"""Units of metrics, by patterns of their names; the first that matches holds."""
 _IN_TABLE = (
     "reward/mean",
     "eval/mean",
@@ -74,8 +87,13 @@ def plots(lines: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
     together = (*TOGETHER, passes, *map(tuple, of_services.values()))
     shared = {name for names in together for name in names}
     groups = (*together, *((name,) for name in sorted(found) if name not in shared))
-    figures = (plot({name: found.get(name, []) for name in names}, steps) for names in groups)
+    figures = (plot({name: found.get(name, []) for name in names}, steps, y=_unit(names)) for names in groups)
     return [figure for figure in figures if figure]
+
+
+def _unit(names: Sequence[str]) -> str:
+    """Of metrics that share a plot; empty for those without one."""
+    return next((unit for pattern, unit in _UNITS if names and re.fullmatch(pattern, names[0])), "")
 
 
 def table(lines: Sequence[Mapping[str, Any]]) -> str:

@@ -9,10 +9,9 @@ from typing import Any, TextIO
 
 from glm5.common.bounded import TABLES, read_bounded_text
 from glm5.common.errors import TrainingError
-from glm5.common.extras import require
 from glm5.config.rl import RLRecipe
 from glm5.rl.waits import PREDICTED
-from glm5.train.metrics import FILE, StepLog, check_board, short
+from glm5.train.metrics import FILE, StepLog, check_board, check_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +45,10 @@ class Watch(StepLog):
 
     def __init__(self, out: Path, recipe: RLRecipe, first: int, stream: TextIO | None = None) -> None:
         board = out / "tensorboard" if recipe.tensorboard else None
-        about = {"title": recipe.name, "shown": SHOWN, "board": board, "table": (_LEFT, _RIGHT)}
+        config = json.loads(recipe.model_dump_json())
+        wandb = {"project": "glm5-rl", "name": recipe.name, "config": config} if recipe.wandb else None
+        about = {"title": recipe.name, "shown": SHOWN, "board": board, "wandb": wandb, "table": (_LEFT, _RIGHT)}
         super().__init__(out / FILE, recipe.name, recipe.steps, first, stream, **about)
-        self._wandb: Any = None
-        if recipe.wandb:
-            settings = json.loads(recipe.model_dump_json())
-            self._wandb = require("wandb", "wandb").init(project="glm5-rl", name=recipe.name, config=settings, dir=out)
         self._low_steps, self._has_warned = 0, False
         lines = [] if first == 0 else read_metrics(out)
         self._begun = next((line for line in lines if line.keys() >= _BELIEVED), None)
@@ -60,11 +57,6 @@ class Watch(StepLog):
     def kept(self) -> list[dict[str, Any]]:
         """The records that a run that goes on does not repeat."""
         return [line for line in read_lines(self._file) if 0 < self._first >= line["step"]]
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        if self._wandb is not None:
-            self._wandb.finish()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics after `step` steps."""
@@ -86,11 +78,6 @@ class Watch(StepLog):
     def predicted(self, step: int, figures: Mapping[str, float]) -> None:
         """What was predicted of the run after `step` steps."""
         self.write(step, {PREDICTED + name: value for name, value in figures.items()})
-
-    def write(self, step: int, metrics: Mapping[str, float], **about: Any) -> None:
-        super().write(step, metrics, **about)
-        if self._wandb is not None:
-            self._wandb.log({name: short(value) for name, value in metrics.items()}, step=step)
 
     def _watch_proxy(self, step: int, metrics: Mapping[str, float]) -> None:
         """Warn once of a proxy that rises while the true reward falls."""
@@ -129,7 +116,7 @@ def check_extras(recipe: RLRecipe) -> None:
     if recipe.tensorboard:
         check_board()
     if recipe.wandb:
-        require("wandb", "wandb")
+        check_wandb()
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -133,8 +133,6 @@ class Builder:
             )
             if not here:
                 raise DataError(f"{pattern}: no such file, neither in {self.beside} nor where the command runs")
-            if folders := [name for name in here if not Path(name).is_file()]:
-                raise DataError(f"{folders[0]}: not a file; name files, such as {Path(folders[0]).name or '.'}/*.txt")
             found += [Path(name) for name in here]
         return found
 
@@ -228,13 +226,14 @@ def model_config(section: ModelSection) -> ModelConfig:
 
 def _check_pairs(file: TokenFile, stage: StageConfig) -> None:
     """DataError for pairs in a stage that learns from tokens, and the other way round."""
+    name = ", ".join(map(str, file.about.get("files", ()))) or file.path.name
     if file.paired and not stage.learns_pairs:
         raise DataError(
-            f"{file.path.name} holds pairs of answers (chosen, rejected), which stages of kind reward and dpo learn "
+            f"{name:.80} holds pairs of answers (chosen, rejected), which stages of kind reward and dpo learn "
             f"from, not {stage.kind}; for sft, give rows of messages without these keys"
         )
     if stage.learns_pairs and not file.paired:
-        raise DataError(f"{file.path.name} holds no pairs; {stage.kind} needs rows with chosen and rejected answers")
+        raise DataError(f"{name:.80} holds no pairs; {stage.kind} needs rows with chosen and rejected answers")
 
 
 def _file_rows(file: TokenFile, data: DocumentSource, stage: StageConfig, seed: int) -> Source:

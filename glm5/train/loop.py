@@ -34,7 +34,7 @@ from glm5.train.report import write_report
 from glm5.train.schedule import Schedule
 from glm5.train.stage_trainer import StageTrainer, device_of
 from glm5.train.stages import long_sequence_warnings, losses_of
-from glm5.train.state import Position, Store, clear, locked, writing_to
+from glm5.train.state import Position, Store, clear, locked, steps_of, writing_to
 from glm5.train.step import Step
 
 logger = logging.getLogger(__name__)
@@ -96,9 +96,22 @@ class Run:
         for sentence in long_sequence_warnings(recipe, self.builder.cfg):
             logger.warning("%s", sentence)
         if saved is not None:
-            logger.info("going on: stage %s, step %d", self._stage.name, self.position.step)
+            self._tell_of_resumption(saved)
         with writing_to(out), atomic_write(out / "recipe.json") as handle:
             handle.write(json.dumps(json.loads(recipe.model_dump_json()), indent=2) + "\n")
+
+    def _tell_of_resumption(self, saved: Mapping[str, Any]) -> None:
+        """Also what more steps do to the learning rate, which depends on their number."""
+        stage, step = self._stage, self.position.step
+        logger.info("going on: stage %s, step %d of %d", stage.name, step, stage.steps)
+        had = steps_of(json.loads(saved["recipe"]), self.position.stage)
+        if step and had < stage.steps and stage.shape != "constant":
+            before, after = (Schedule(stage.model_copy(update={"steps": steps})) for steps in (had, stage.steps))
+            logger.warning(
+                "stage %s has %d steps instead of %d: from step %d on, the learning rate is that of %d steps; "
+                "it goes from %.3g to %.3g",
+                *(stage.name, stage.steps, had, step + 1, stage.steps, before.lr(step - 1), after.lr(step)),
+            )
 
     @property
     def _stage(self) -> StageConfig:
@@ -114,11 +127,6 @@ class Run:
                         break
                     self.position.stage, self.position.step = self.position.stage + 1, 0
             self.trainer.finish()
-            self.position.done = True
-            if self.trainer.is_first:
-                with writing_to(self.out / "report.html"):
-                    write_report(self.out, self.recipe)
-                self.store.write(self.position, {}, {})
         folder = self.store.stage_folder(self._stage.name)
         best = folder / "best"
         return best if best.exists() else folder / "last"
@@ -158,7 +166,7 @@ class _Stage:
             rows = chain(held_out, map(self.rows.row, draws))
             self.trainer.prepare(self.stage, rows, len(held_out) + len(draws), is_start=not first)
         says = FINISHING if self.trainer.is_first else ""
-        with self._open_metrics() as log, noted_interrupt(says) as interrupted:
+        with self._open_metrics() as log, noted_interrupt(says, log.release) as interrupted:
             for number, rows in prefetch_rows(request_row, self.position.stage, self._draws, steps):
                 self._train_on(number, rows, log)
                 last = self.position.step == self.stage.steps
@@ -166,6 +174,7 @@ class _Stage:
                 if at_checkpoint or self.position.step % (plan.evaluate_every or plan.every) == 0:
                     metrics = self._held_out(log)
                     if at_checkpoint:
+                        log.release()
                         self._save_checkpoint(metrics)
                 stop = self.trainer.agree(stop=bool(interrupted))
                 if stop:
@@ -180,7 +189,7 @@ class _Stage:
     def _open_metrics(self) -> MetricsLog | NoMetrics:
         if not self.trainer.is_first:
             return NoMetrics()
-        return MetricsLog(self.parent.out, self.stage, self.position.step, tensorboard=self.recipe.tensorboard)
+        return MetricsLog(self.parent.out, self.recipe, self.stage, self.position.step)
 
     def _draws(self, step: int) -> range:
         return self.trainer.share(self.schedule.draws(step))
@@ -253,9 +262,18 @@ class _Stage:
                 store.point(name, "last", number)
                 if is_best:
                     store.point(name, "best", number)
+        self._note_end()
         self.trainer.write_state(store, self.position)
         if self.trainer.is_first:
             store.prune(name, self.recipe.checkpoints.keep)
+
+    def _note_end(self) -> None:
+        """At the end of the run: the report, and the mark in the position."""
+        is_last = self.stage is self.recipe.stage[-1]
+        self.position.done = is_last and self.position.step == self.stage.steps
+        if self.position.done and self.trainer.is_first:
+            with writing_to(self.parent.out / "report.html"):
+                write_report(self.parent.out, self.recipe)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Recomputation and indexers are not counted (training notes, 6b).
 """
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,16 +18,18 @@ from typing import Any, Self, TextIO
 import torch
 
 from glm5.common.atomic import atomic_write
+from glm5.common.errors import TrainingError
 from glm5.common.extras import require
 from glm5.config.model import ModelConfig
 from glm5.config.tensors import count_parameters
-from glm5.config.train import StageConfig
+from glm5.config.train import Recipe, StageConfig
 from glm5.train.progress_table import LEAST_WIDTH, LEFT, RIGHT, ProgressTable, clock_of, columns
 from glm5.train.sliding_window import keys_read
 from glm5.train.state import writing_to
 from glm5.train.step import Phase
 
 FILE = "metrics.jsonl"
+_LOG = logging.getLogger("glm5")
 _OF_PAIRS = ("accuracy", "margin", "calibration error", "calibrated error", "temperature")
 _HELD_OUT = ("held-out loss", "held-out accuracy")
 _SHOWN = ("loss", *_OF_PAIRS, "mtp", "index", "trunk norm", "lr", "tokens/s", "mfu", *_HELD_OUT)
@@ -47,7 +50,8 @@ class StepLog:
     """The figures of steps: a line of JSON each in a file, and a table on a terminal, else a line of text each.
 
     `file`: on entry it keeps the lines that `kept` gives. `shown`: names in a line of text; `table`: those on the left
-    and on the right of the table. `board`: the folder of TensorBoard's files, if asked for. Raises MissingExtra.
+    and on the right of the table. `board`: the folder of TensorBoard's files, `wandb`: what Weights & Biases' `init` is
+    told of the run, if asked for. Raises MissingExtra.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class StepLog:
         title: str,
         shown: Sequence[str],
         board: Path | None,
+        wandb: Mapping[str, Any] | None,
         table: tuple[Sequence[str], Sequence[str]] = (LEFT, RIGHT),
     ) -> None:
         self._file, self._name, self._steps, self._first, self._shown = file, name, steps, first, shown
@@ -69,6 +74,7 @@ class StepLog:
         left, right = table
         self._live = ProgressTable(title, steps, first, self._stream, left=left, right=right) if is_wide else None
         self._board = None if board is None else check_board().SummaryWriter(str(board))
+        self._wandb = None if wandb is None else _start_wandb(file.parent, wandb)
         self._began = time.monotonic()
 
     def kept(self) -> Iterable[Mapping[str, Any]]:
@@ -81,12 +87,18 @@ class StepLog:
             with atomic_write(self._file) as handle:
                 handle.writelines(lines)
             self._handle = self._file.open("a", encoding="utf-8")
+        for handler in _LOG.handlers if self._live is not None else ():
+            handler.addFilter(self._make_room)
         return self
 
     def __exit__(self, *error: object) -> None:
+        for handler in _LOG.handlers:
+            handler.removeFilter(self._make_room)
         self._handle.close()
         if self._board is not None:
             self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a finished step; steps count from 1."""
@@ -103,6 +115,11 @@ class StepLog:
         if self._live is not None:
             self._live.release()
 
+    def _make_room(self, record: logging.LogRecord) -> bool:
+        """A filter of log lines, each of which is other output."""
+        self.release()
+        return True
+
     def say(self, head: str, metrics: Mapping[str, float], end: str = "") -> None:
         """A line of text."""
         text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -118,17 +135,29 @@ class StepLog:
             if self._board is not None:
                 for name, value in metrics.items():
                     self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=step)
 
 
 class MetricsLog(StepLog):
-    """Metrics of a stage. `tensorboard`: also write its files, to OUT/tensorboard/STAGE. Raises MissingExtra."""
+    """Metrics of a stage. As `recipe` says, it also writes TensorBoard's files, to OUT/tensorboard/STAGE, and logs to
+    Weights & Biases, a run for each stage in the group of the recipe's name. Raises MissingExtra."""
 
-    def __init__(
-        self, out: Path, stage: StageConfig, first: int, stream: TextIO | None = None, *, tensorboard: bool = False
-    ) -> None:
-        board = out / "tensorboard" / stage.name if tensorboard else None
-        title = f"{stage.name} ({stage.kind})"
-        super().__init__(out / FILE, stage.name, stage.steps, first, stream, title=title, shown=_SHOWN, board=board)
+    def __init__(self, out: Path, recipe: Recipe, stage: StageConfig, first: int, stream: TextIO | None = None) -> None:
+        board = out / "tensorboard" / stage.name if recipe.tensorboard else None
+        about = {"project": "glm5-train", "group": recipe.name, "name": f"{recipe.name} {stage.name}"}
+        about |= {"config": json.loads(recipe.model_dump_json())}
+        super().__init__(
+            out / FILE,
+            stage.name,
+            stage.steps,
+            first,
+            stream,
+            title=f"{stage.name} ({stage.kind})",
+            shown=_SHOWN,
+            board=board,
+            wandb=about if recipe.wandb else None,
+        )
 
     def kept(self) -> Iterable[Mapping[str, Any]]:
         """The records of earlier stages, and of this stage up to the first step."""
@@ -144,7 +173,6 @@ class MetricsLog(StepLog):
         self.write(step, metrics, **{"held out": True})
         if self._live is not None:
             self._live.held_out(metrics)
-            self._live.release()  # messages about a checkpoint follow below the table
             return
         self.say(f"{self._name} {step}/{self._steps}", metrics)
 
@@ -160,6 +188,8 @@ class NoMetrics:
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def held_out(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def release(self) -> None: ...
 
 
 def memory(device: torch.device) -> float:
@@ -194,3 +224,19 @@ def check_board() -> Any:
     """Torch's module for TensorBoard. Raises MissingExtra where the package tensorboard is missing."""
     require("tensorboard", "tensorboard")
     return require("torch.utils.tensorboard", "tensorboard")
+
+
+def _start_wandb(out: Path, about: Mapping[str, Any]) -> Any:
+    """A run of Weights & Biases. Raises MissingExtra, and TrainingError where it cannot be begun."""
+    wandb = check_wandb()
+    try:
+        return wandb.init(dir=out, **about)
+    except wandb.Error as error:
+        raise TrainingError(
+            f"Weights & Biases: {str(error).partition(chr(10))[0]} WANDB_MODE=offline keeps the figures in {out}/wandb"
+        ) from error
+
+
+def check_wandb() -> Any:
+    """Weights & Biases' module. Raises MissingExtra."""
+    return require("wandb", "wandb")

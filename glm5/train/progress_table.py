@@ -16,7 +16,8 @@ from typing import TextIO
 _LOSSES = ("loss", "accuracy", "margin", "mtp", "index", "mtp index", "balance")
 _OF_PAIRS = ("calibration error", "calibrated error", "temperature")
 LEFT = (*_LOSSES, "trunk norm", "indexer norm", "excess load")
-RIGHT = ("tokens/s", "mfu", "GiB", "lr", "tokens", "held-out loss", "held-out accuracy", "attention recall", *_OF_PAIRS)
+_HELD_OUT = ("held-out loss", "held-out accuracy", "bits per byte", "attention recall")
+RIGHT = ("tokens/s", "mfu", "GiB", "lr", "tokens", *_HELD_OUT, *_OF_PAIRS)
 MEAN_OF, BAR, LEAST_WIDTH = 20, 30, 80
 LEAST_SECONDS = 0.1
 
@@ -84,8 +85,10 @@ class ProgressTable:
         return f"mean {sum(values) / len(values):.4g}" if values else ""
 
     def _draw(self) -> None:
-        lines, width = self.lines(), columns(self._stream)
-        # Moves to the first line of the previous table and rewrites each line; longer lines would wrap.
+        width, height = terminal_size(self._stream)
+        # Moves to the first line of the previous table and rewrites each line; longer lines would wrap, and lines that
+        # are scrolled off the screen cannot be reached.
+        lines = self.lines()[: max(1, height - 1)]
         up = f"\x1b[{self._height}F" if self._height else ""
         self._stream.write(up + "".join(f"\x1b[2K{line[: width - 1]}\n" for line in lines) + "\x1b[J")
         self._stream.flush()
@@ -94,10 +97,15 @@ class ProgressTable:
 
 def columns(stream: TextIO) -> int:
     """The width of a terminal; 0 if the stream is not a terminal or its width is unknown."""
+    return terminal_size(stream).columns
+
+
+def terminal_size(stream: TextIO) -> os.terminal_size:
+    """(columns, lines); zeros where they are unknown."""
     try:
-        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+        return os.get_terminal_size(stream.fileno() if stream.isatty() else -1)
     except (OSError, ValueError):
-        return 0
+        return os.terminal_size((0, 0))
 
 
 def clock_of(seconds: float) -> str:

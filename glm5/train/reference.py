@@ -59,7 +59,7 @@ class Reference:
                         if logprobs_of is None:
                             raise TrainingError(
                                 f"{self.file} has no log-probabilities of some pairs, and the model has learnt since: "
-                                "put the file back, and checkpoints.held_out too, or begin anew with --restart"
+                                "put the file, checkpoints.held_out and steps back, or begin anew with --restart"
                             )
                         waiting[b"".join(keys)] = row
                         if len(waiting) == size:

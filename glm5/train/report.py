@@ -10,22 +10,23 @@ from glm5.common.plot import STYLE, plot
 from glm5.config.train import Recipe
 from glm5.train.metrics import read_metrics
 
-CURVES = (
-    ("loss", "held-out loss"),
-    ("accuracy", "held-out accuracy"),
-    ("margin", "held-out margin"),
-    ("calibration error", "calibrated error"),
-    ("temperature",),
-    ("mtp",),
-    ("index", "mtp index"),
-    ("attention recall",),
-    ("lr",),
-    ("trunk norm", "indexer norm"),
-    ("excess load",),
-    ("tokens/s",),
-    ("mfu",),
-)
-"""Metrics that share a plot; those without values are left out."""
+CURVES = {
+    ("loss", "held-out loss"): "nats",
+    ("bits per byte",): "held-out text",
+    ("accuracy", "held-out accuracy"): "share",
+    ("margin", "held-out margin"): "nats",
+    ("calibration error", "calibrated error"): "share",
+    ("temperature",): "",
+    ("mtp",): "nats",
+    ("index", "mtp index"): "nats",
+    ("attention recall",): "share of probability",
+    ("lr",): "learning rate",
+    ("trunk norm", "indexer norm"): "of gradients",
+    ("excess load",): "share of the mean load",
+    ("tokens/s",): "tokens a second",
+    ("mfu",): "share of peak_tflops",
+}
+"""Metrics that share a plot, with their unit; those without values are left out."""
 PAGE_STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd }"""
 
@@ -39,7 +40,10 @@ def write_report(out: Path, recipe: Recipe) -> Path:
         starts[stage.name] = done
         done += stage.steps
     marks = list(starts.values())
-    plots = [plot({name: _points(name, records, starts) for name in names}, done, marks) for names in CURVES]
+    plots = [
+        plot({name: _points(name, records, starts) for name in names}, done, marks, y=unit)
+        for names, unit in CURVES.items()
+    ]
     return write_page(out / "report.html", recipe.name, _table(records, recipe) + "".join(plots))
 
 

@@ -2,6 +2,7 @@
 (`parallel/trainer.py`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +21,7 @@ from glm5.train.attention_recall import attention_recall
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
-from glm5.train.evaluate import held_out
+from glm5.train.evaluate import byte_lengths, held_out
 from glm5.train.master_weights import MasterWeights
 from glm5.train.optim.build import Optimizers
 from glm5.train.preference import (
@@ -129,7 +130,7 @@ class StageTrainer:
         """Metrics of held-out rows."""
         batches = self.batches(stage, rows)
         if self.pairs is None:
-            metrics = held_out(self.model, batches, phase)
+            metrics = held_out(self.model, batches, phase, self.byte_lengths)
         else:
             metrics = held_out_pairs(self.model, batches, phase, self.pairs)
         if "temperature" in metrics:
@@ -137,6 +138,12 @@ class StageTrainer:
             self.calibration = Calibration(keys=phase.keys, temperature=metrics["temperature"], num_pairs=num_pairs)
         recall = attention_recall(self.model, batches) if phase.learn_index else None
         return metrics if recall is None else metrics | {"attention recall": recall}
+
+    @cached_property
+    def byte_lengths(self) -> Tensor | None:
+        """`evaluate.byte_lengths`, where there is a tokenizer."""
+        tokenizer = self.builder.tokenizer
+        return None if tokenizer is None else byte_lengths(tokenizer, self.builder.cfg.vocab_size).to(self.device)
 
     def export(self, folder: Path, dtype: str | torch.dtype, assets: Path | None) -> None:
         """Write a checkpoint in the published layout."""

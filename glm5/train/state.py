@@ -31,7 +31,10 @@ from glm5.train.sharded_state import DAMAGED, check_bytes, damaged
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-CHANGEABLE_KEYS = {"out", "device", "checkpoints", "peak_tflops", "skip_steps", "workers", "parallel"}
+CHANGEABLE_KEYS = {
+    *("out", "device", "checkpoints", "peak_tflops", "skip_steps", "workers", "parallel"),
+    *("tensorboard", "wandb"),
+}
 """Keys of a recipe that may change when a run is resumed."""
 _OF_STAGE = re.compile(r"step-\d{8,}(-int4)?|\.step-\d{8,}-int4\.quantizing")
 """Folders of a stage: checkpoints, int4 checkpoints, and incomplete int4 checkpoints."""
@@ -59,7 +62,8 @@ class Store:
         self._recipe = json.loads(recipe.model_dump_json(exclude=CHANGEABLE_KEYS))
 
     def read(self) -> tuple[Position, Mapping[str, Any]] | None:
-        """The state, or None for a new run. Raises `TrainingError` when it is damaged or of another recipe."""
+        """The state, or None for a new run. A run goes on if its stage has more steps now than before, also after its
+        end. Raises `TrainingError` when the state is damaged or of another recipe."""
         if not self.file.exists():
             return None
         try:
@@ -71,7 +75,11 @@ class Store:
                 raise ValueError(f"it is in stage {position.stage}, and there are {len(recipe['stage'])}")
         except DAMAGED as error:
             raise damaged(self.file, error) from None
-        if difference := first_difference(recipe, self._recipe):
+        had, has = (steps_of(one, position.stage) for one in (recipe, self._recipe))
+        if has > had:
+            recipe["stage"][position.stage]["steps"] = has
+            position.done = False
+        if difference := first_difference(_fixed(recipe), self._recipe):
             raise TrainingError(
                 f"{self.out} holds a run of another recipe: {difference}; go on with the old one, choose another out "
                 "(model.checkpoint = a checkpoint of this run starts from it), or throw it away with --restart"
@@ -81,6 +89,11 @@ class Store:
                 "the run began with %d torch threads and goes on with %d: sums may round otherwise",
                 threads,
                 torch.get_num_threads(),
+            )
+        if position.step and not (position.done or state["model"] or state["parts"]):
+            raise TrainingError(
+                f"{self.out}: an earlier version ended this run without keeping what more steps need; begin another "
+                "with model.checkpoint = the last checkpoint of this one"
             )
         return position, state
 
@@ -193,6 +206,16 @@ def clear(out: Path, recipe: Recipe) -> None:
 def _drop_parts(out: Path) -> None:
     for file in out.glob("state-*.pt"):
         file.unlink(missing_ok=True)
+
+
+def steps_of(recipe: Mapping[str, Any], stage: int) -> int:
+    """Steps of a stage in a recipe as JSON; 0 where there is no such stage."""
+    return recipe["stage"][stage]["steps"] if stage < len(recipe["stage"]) else 0
+
+
+def _fixed(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the keys that may change, of which older versions compared some."""
+    return {key: value for key, value in recipe.items() if key not in CHANGEABLE_KEYS}
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> str:

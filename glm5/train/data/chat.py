@@ -1,7 +1,8 @@
 """Conversations -> token ids and loss masks for supervised fine-tuning.
 
-A row is an object with `messages` (OpenAI's format), `tools` and `thinking`, or with `token_ids` and `loss_mask`. An
-assistant message with `"weight": 0` (OpenAI's) or `"loss": false` is context only. `thinking`:
+A row is an object with `messages` (OpenAI's format), `tools` and `thinking`, with `token_ids` and `loss_mask`, or of
+another form in forms.py. An assistant message with `"weight": 0` (OpenAI's) or `"loss": false` is context only.
+`thinking`:
 
     interleaved   the default: reasoning before every answer and tool call; it is not shown in later turns
     preserved     all reasoning is kept
@@ -22,9 +23,9 @@ from glm5.chat.guard import Guard
 from glm5.chat.message import normalize_messages
 from glm5.chat.template import ChatTemplate
 from glm5.common.errors import DataError, RequestError
+from glm5.train.data.forms import CONVERSATION_KEYS, conversation_of
 
 THINKING = ("interleaved", "preserved", "off")
-_ROW = ("messages", "tools", "thinking", "reasoning_effort", "token_ids", "loss_mask")
 _MESSAGE = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "loss", "weight")
 
 
@@ -48,9 +49,8 @@ def examples_of(row: Any, template: ChatTemplate, where: str) -> list[Example]:
     """The examples of a row; empty if no token counts in the loss. Raises `DataError` that begins with `where`."""
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: a row is an object, got {type(row).__name__}")
-    if ("messages" in row) == ("token_ids" in row):
-        raise DataError(f"{where}: a row has either messages or token_ids, got {', '.join(map(str, row)) or 'nothing'}")
-    refuse_misspelt_keys(row, _ROW, where)
+    row = conversation_of(row, where)
+    refuse_misspelt_keys(row, CONVERSATION_KEYS, where)
     if "token_ids" in row:
         return _from_ids(row, where)
     try:
@@ -128,6 +128,7 @@ def _without_flags(given: Sequence[Any], where: str) -> tuple[list[dict[str, Any
         if not isinstance(message, Mapping):
             raise DataError(f"{where}: messages[{i}] must be an object, got {type(message).__name__}")
         refuse_misspelt_keys(message, _MESSAGE, f"{where}: messages[{i}]")
+        message = {key: value for key, value in message.items() if value is not None or key == "content"}
         is_assistant = message.get("role") == "assistant"
         if "loss" in message and "weight" in message:
             raise DataError(f"{where}: messages[{i}] has both loss and weight; give one of them")

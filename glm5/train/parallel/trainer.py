@@ -14,7 +14,7 @@ from glm5.train.attention_recall import RecallView
 from glm5.train.batch import Batch
 from glm5.train.build import Builder
 from glm5.train.data.sources import Row
-from glm5.train.evaluate import count, means
+from glm5.train.evaluate import COUNTS, count, means
 from glm5.train.optim.build import Optimizers
 from glm5.train.parallel.build import ModelShard, build, fill, outline
 from glm5.train.parallel.context import BatchShard
@@ -84,7 +84,7 @@ class DistributedTrainer(StageTrainer):
         """Metrics of held-out rows, distributed over all shards. A rank without a row left runs another one that does
         not count, because all ranks must take part."""
         mesh, own = self.team.mesh, self.team.mesh.shard(self.team.rank)
-        counted, recall = torch.zeros(3, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        counted, recall = torch.zeros(COUNTS, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
         self._sync_embedding()
         for first in range(0, len(rows), mesh.shards):
             counts = first + own < len(rows)
@@ -173,7 +173,7 @@ class DistributedTrainer(StageTrainer):
         return whole if mesh.context == 1 else 2 * -(-whole // (2 * mesh.context))
 
     def _counter(self, batch: Batch) -> Callable[[Tensor], Tensor]:
-        return lambda hidden_TD: count(self.step.model, hidden_TD, batch)
+        return lambda hidden_TD: count(self.step.model, hidden_TD, batch, self.byte_lengths)
 
     def _sync_embedding(self) -> None:
         if isinstance(self.step, PipelineStep):

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,16 +15,20 @@ from pathlib import Path
 import pytest
 
 from glm5.checkpoint.init import write_random
-from glm5.common.errors import CheckpointError, ConfigError, EngineDead
+from glm5.cli.loading import load_llm
+from glm5.common.errors import CheckpointError, ConfigError, EngineDead, RequestError
 from glm5.common.watching import Silence
+from glm5.config.engine import EngineConfig
+from glm5.config.generate import GenerateConfig
 from glm5.config.presets import preset
 from glm5.engine.async_engine import AsyncEngine
 from glm5.engine.llm import LLM
-from glm5.engine.sampling.params import SamplingParams
+from glm5.engine.sampling.params import SamplingParams, StructuredOutputsParams
 from glm5.engine.transport import link as link_module
 from tests.support.cores import scripted_start
 
 PLAIN = SamplingParams(max_tokens=8, ignore_eos=True)
+GRAMMAR = StructuredOutputsParams(regex="a")
 ENDLESS = PLAIN.but(max_tokens=None)
 SECONDS = 60  # an upper limit for what takes a moment
 WATCHDOG = 1.5  # seconds; a machine with more to do than it has cores for may be silent for one
@@ -97,6 +102,27 @@ def test_a_tokenizer_that_cannot_be_read_ends_the_process(checkpoint, temporary,
         LLM(checkpoint, tokenizer=tmp_path)
     assert links[0].process.poll() is not None
     assert list(temporary.iterdir()) == []
+
+
+def test_a_folder_without_a_tokenizer_takes_token_ids(checkpoint, tmp_path):
+    """It samples the tokens of the same weights with a tokenizer; whatever needs one says so."""
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    params = SamplingParams(max_tokens=8, seed=5, ignore_eos=True)
+    with LLM(checkpoint) as whole, LLM(bare) as llm:
+        ids, expected = (one.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs[0] for one in (llm, whole))
+        assert ids.token_ids == expected.token_ids
+        assert (ids.text, bool(expected.text)) == ("", True)
+        for call, says in (
+            (lambda: llm.generate("a"), r"prompt 0 is text and there is no tokenizer; give token ids, or LLM\("),
+            (lambda: llm.chat([{"role": "user", "content": "a"}]), "a conversation needs a tokenizer"),
+            (lambda: llm.generate([[1]], SamplingParams(structured_outputs=GRAMMAR)), "grammars need a token"),
+            (lambda: llm.generate([[1]], SamplingParams(stop="a")), "stop strings need a tokenizer"),
+        ):
+            with pytest.raises(RequestError, match=says):
+                call()
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json; copy the tokenizer files"):
+        load_llm(GenerateConfig(model=str(bare)), EngineConfig())
 
 
 @pytest.mark.parametrize("error", [OSError(11, "no more processes"), KeyboardInterrupt()], ids=["refused", "ctrl-c"])

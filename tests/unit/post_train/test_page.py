@@ -42,7 +42,7 @@ def test_the_page_has_every_skill_by_stage_and_the_served_model_beside_the_best(
     assert "<td>w4a8</td><td>1.000</td><td>0.375 (given back 12.5)</td>" in page
     assert "<td>sort</td><td>rl</td><td>1.000</td><td>1.000</td><td>+0.00 points</td>" in page
     assert "<td>guess</td><td>base</td><td>0.500</td><td>0.375</td><td>-12.50 points</td>" in page
-    assert "<p>Left to right: base, rl, w4a8.</p>" in page
+    assert "<p>Stages: 0 base, 1 rl, 2 w4a8.</p>" in page
     assert "a loss of more than 3 points" in page
     assert not made.is_within
     assert "not within 3" in live_table(made, None)

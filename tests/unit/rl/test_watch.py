@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -82,8 +83,7 @@ def test_figures_of_a_damaged_file_are_shown_without_what_is_no_number(tmp_path)
 
 
 def test_a_wide_terminal_gets_a_table(tmp_path, monkeypatch):
-    monkeypatch.setattr("glm5.train.metrics.columns", lambda _: 120)
-    monkeypatch.setattr("glm5.train.progress_table.columns", lambda _: 120)
+    monkeypatch.setattr("glm5.train.progress_table.terminal_size", lambda _: os.terminal_size((120, 40)))
     stream = io.StringIO()
     with Watch(tmp_path, recipe_of(), 0, stream) as of:
         of.step(3, FIGURES)
@@ -101,7 +101,8 @@ def test_extras_get_every_figure(tmp_path, monkeypatch):
     run = SimpleNamespace(log=lambda values, step: found.append((step, values)), finish=lambda: found.append("ended"))
     monkeypatch.setattr("glm5.train.metrics.check_board", lambda: board)
     monkeypatch.setattr(watch, "check_board", lambda: board)
-    monkeypatch.setattr(watch, "require", lambda module, extra: SimpleNamespace(init=lambda **about: run))
+    monkeypatch.setattr("glm5.train.metrics.check_wandb", lambda: SimpleNamespace(init=lambda **about: run))
+    monkeypatch.setattr(watch, "check_wandb", lambda: None)
     recipe = recipe_of(tensorboard=True, wandb=True)
     check_extras(recipe)
     with Watch(tmp_path, recipe, 0, io.StringIO()) as of:

@@ -89,6 +89,37 @@ def test_a_finished_run_says_so_at_once(straight, monkeypatch):
     assert run(folder, "out") == best
 
 
+def test_more_steps_after_the_end_give_the_bits_of_a_longer_run(tmp_path, caplog):
+    """With a constant rate; one that falls jumps to that of the longer stage, which is told."""
+    constant = stage(shape='"constant"')
+    straight = run(tmp_path, "straight", constant)
+    run(tmp_path, "out", constant, settings=["stage.0.steps=3"])
+    assert state(tmp_path / "out", recipe(tmp_path, "out", constant, settings=["stage.0.steps=3"]))[0].done
+    assert weights(run(tmp_path, "out", constant)) == weights(straight)
+    assert [one["step"] for one in read_metrics(tmp_path / "out") if "lr" in one] == [1, 2, 3, 4, 5, 6]
+    assert "learning rate" not in caplog.text
+    with pytest.raises(TrainingError, match=r"another recipe: stage\.0\.steps was 6 and is 4"):
+        run(tmp_path, "out", constant, settings=["stage.0.steps=4"])
+
+    falls = [f"stage.0.{key}" for key in ("steps=2", "lr_warmup_steps=1")]
+    run(tmp_path, "falls", settings=falls)
+    run(tmp_path, "falls", settings=["stage.0.steps=4", falls[1]])
+    rates = [one["lr"] for one in read_metrics(tmp_path / "falls") if "lr" in one]
+    assert rates == pytest.approx([3e-3, 3e-3, 1.8e-3, 6e-4])  # the second as of 2 steps, the others as of 4
+    assert "stage dense has 4 steps instead of 2: from step 3 on, the learning rate is that of 4 steps" in caplog.text
+    assert "it goes from 0.003 to 0.0018" in caplog.text
+
+
+def test_a_run_that_was_ended_without_its_weights_says_so(tmp_path):
+    """As an earlier version left it."""
+    of = recipe(tmp_path, "out")
+    (tmp_path / "out").mkdir()
+    Store(tmp_path / "out", of).write(Position(step=6, done=True), {}, {})
+    assert Store(tmp_path / "out", of).read() is not None
+    with pytest.raises(TrainingError, match=r"ended this run without keeping what more steps need.*model\.checkpoint"):
+        run(tmp_path, "out", settings=["stage.0.steps=7"])
+
+
 def test_killed_and_resumed_is_bitwise_the_same(straight, tmp_path):
     """Kill -9 in the middle of a step: the state is of step 3, steps 4 and 5 are done again."""
     _, best = straight

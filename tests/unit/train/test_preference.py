@@ -246,7 +246,7 @@ def test_what_pairs_do_not_go_with_is_refused(folder):
         Recipe.model_validate({**plain, "model": {"checkpoint": "x"}, "lora": {"rank": 2}})
     with pytest.raises(ConfigError, match="stage reward: reward trains in one process; leave --nproc out"):
         check_stage(mesh_of(ParallelConfig(), 2), preset("tiny"), recipe(folder, "refused", "reward").stage[0])
-    with pytest.raises(DataError, match=r"holds pairs of answers .* not sft"):
+    with pytest.raises(DataError, match=r"pairs\.jsonl holds pairs of answers .* not sft"):
         train(recipe(folder, "sft", "reward", 'stage.0.kind="sft"'), folder)
     (folder / "talk.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'

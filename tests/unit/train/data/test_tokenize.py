@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from glm5.common.errors import DataError
-from glm5.train.data import tokenize as module
+from glm5.train.data import files as module
 from glm5.train.data.tokenize import Options, tokenize
 from tests.support.conversations import assistant, user
 from tests.support.tokenizers import tiny_tokenizer
@@ -132,14 +132,17 @@ def test_errors_come_from_other_processes(tmp_path, options):
 def test_bad_files_are_named(tmp_path, options):
     (tmp_path / "a.txt").write_bytes(b"ab\xff")
     (tmp_path / "a.parquet").write_bytes(b"no")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 and no more")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"a\.txt: not UTF-8 text: .* at byte 2"):
         tokenize([tmp_path / "a.txt"], tmp_path / "out", options)
     with pytest.raises(DataError, match="no such file"):
         tokenize([tmp_path / "b.txt"], tmp_path / "out", options)
-    with pytest.raises(DataError, match=r"is a folder; name files in it, such as .*/\*\.jsonl"):
-        tokenize([tmp_path], tmp_path / "out", options)
+    with pytest.raises(DataError, match=r"is a folder without .*; name files, such as .*/\*\.jsonl"):
+        tokenize([tmp_path / "empty"], tmp_path / "out", options)
     with pytest.raises(DataError, match="no files"):
         tokenize([], tmp_path / "out", options)
     pytest.importorskip("pyarrow")
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
-        tokenize([tmp_path / "a.parquet"], tmp_path / "out", options)
+    for name in ("a", "b"):
+        with pytest.raises(DataError, match=rf"{name}\.parquet: cannot be read as (a table|Parquet)"):
+            tokenize([tmp_path / f"{name}.parquet"], tmp_path / "out", options)
