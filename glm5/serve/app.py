@@ -92,6 +92,7 @@ def create_app(
         tokens_as_ids=config.return_tokens_as_token_ids,
         routed_experts=config.enable_return_routed_experts,
         sampling_masks=config.return_sampling_mask,
+        only_offered_tools=config.only_offered_tools,
         created=int(time.time()) if created is None else created,
         shared=shared,
         sessions=Sessions(template, config.max_sessions, config.max_session_tokens) if config.max_sessions else None,

@@ -1,11 +1,11 @@
 """The body of POST /v1/responses: OpenAI's fields, and those of sampling that vLLM adds."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from glm5.chat.message import Tool
 from glm5.common.budget import least_chars
 from glm5.common.errors import RequestError
 from glm5.engine.sampling.params import Bounds, StructuredOutputsParams
@@ -15,6 +15,7 @@ from glm5.serve.generation.prompting import ToolChoice
 from glm5.serve.generation.sampling_fields import MEANINGLESS, REFUSED, SamplingFields
 from glm5.serve.http.body import StrictModel
 from glm5.serve.http.errors import named
+from glm5.serve.responses.tools import OfferedTools, offered
 
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 MAX_REPEATED = 1 << 14  # characters of a field that comes back in the response and in events
@@ -138,24 +139,7 @@ class ResponsesBody(SamplingFields):
             given = {"type": "allowed_tools", "allowed_tools": {key: given.get(key) for key in ("mode", "tools")}}
         return tool_choice(given, parallel=self.parallel_tool_calls)
 
-    def functions(self) -> list[Tool]:
-        """The tools, of which only functions are known. Raises RequestError."""
-        return [_function(tool, f"tools[{number}]") for number, tool in enumerate(self.tools)]
-
-
-def _function(tool: Any, where: str) -> Tool:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise RequestError(f"{where}.type is {kind!r:.60}; allowed: function", f"{where}.type")
-    if not isinstance(name := tool.get("name"), str) or not name.strip():
-        raise RequestError(f"{where}.name is {name!r:.60}; allowed: the name of a function", f"{where}.name")
-    if tool.get("allowed_callers") not in (None, ["direct"]):
-        callers = tool["allowed_callers"]
-        raise RequestError(
-            f'{where}.allowed_callers is {callers!r:.60}; allowed: ["direct"]', f"{where}.allowed_callers"
-        )
-    parameters = tool.get("parameters")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError(f"{where}.parameters is {parameters!r:.60}; allowed: a JSON schema", f"{where}.parameters")
-    kept = ("name", "description", "parameters", "strict", "defer_loading")
-    return {"type": "function", "function": {key: tool[key] for key in kept if tool.get(key) is not None}}
+    @cached_property
+    def offered(self) -> OfferedTools:
+        """The tools, as the model sees them. Raises RequestError."""
+        return offered(self.tools)

@@ -16,7 +16,7 @@ from glm5.serve.generation.job import Job, Step, Usage, check, steps
 from glm5.serve.generation.prompting import Conversation, build_prompt
 from glm5.serve.generation.sampling_fields import fit
 from glm5.serve.generation.thinking import template_kwargs
-from glm5.serve.http.body import body_of, described, documented
+from glm5.serve.http.body import body_of, described, documented, log_once
 from glm5.serve.http.call import caller
 from glm5.serve.http.errors import ApiError, named
 from glm5.serve.http.sse import EventStream, Tap, event
@@ -35,6 +35,8 @@ _LIMIT = "max_output_tokens"
 async def responses(request: Request) -> Response:
     """Answer a conversation, as a stream of events or in one response."""
     body, service = await body_of(ResponsesBody, request)
+    for kind in body.offered.hosted:
+        log_once(f"requests have tools of the type {kind!r:.60}, which this server does not run: left out", service)
     previous = await _previous(body, service)
     references = references_of(body.input)
     known = await service.shared.items(caller().name, references) if references else {}
@@ -172,7 +174,7 @@ def _prepare(
     items, earlier = items_of(body.input, known), [] if previous is None else previous.items
     conversation = Conversation(
         messages=messages_of(earlier, items, body.instructions),
-        tools=body.functions(),
+        tools=body.offered.functions,
         choice=body.choice(),
         template=_template_kwargs(body, service),
         wanted=wanted,

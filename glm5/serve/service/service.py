@@ -84,7 +84,7 @@ class Service:
     routed_experts: bool
     sampling_masks: bool
     # Names of unknown request fields that were logged already.
-    logged_fields: set[str] = field(default_factory=set)
+    logged: set[str] = field(default_factory=set)
     running: RunningRequests = field(default_factory=RunningRequests)
     shared: Shared = field(default_factory=OneProcess)
     sessions: Sessions | None = None
