@@ -57,11 +57,13 @@ class Body(StrictModel):
     """Base of all bodies. null counts as not given.
 
     `refused`: fields that are known and not supported, with the values that change nothing, the first of which is
-    named in the refusal. `meaningless`: fields that say nothing about the answer.
+    named in the refusal. `refusal_codes`: codes by which clients know some of these refusals. `meaningless`: fields
+    that say nothing about the answer.
     """
 
     model_config = ConfigDict(extra="allow")
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    refusal_codes: ClassVar[Mapping[str, str]] = {}
     meaningless: ClassVar[frozenset[str]] = frozenset()
 
     model: str | None = None
@@ -140,7 +142,8 @@ def checked(kind: type[B], content: Mapping[str, Any], where: str = "") -> B:
         if name in given and not any(_same(given[name], value) for value in harmless):
             allowed = f"; allowed: {json.dumps(harmless[0])}" if harmless else ""
             param = where + name
-            raise ApiError(400, f"{param} is not supported by this server: leave it out{allowed}", param=param)
+            message = f"{param} is not supported by this server: leave it out{allowed}"
+            raise ApiError(400, message, param=param, code=kind.refusal_codes.get(name))
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -243,7 +246,9 @@ def log_unknown(body: Body, service: Service, where: str = "") -> None:
         if len(service.logged) >= MAX_LOGGED:
             return
         if name not in known:
-            log_once(f"requests have a field {where + name!r:.100}, which this server does not know and ignores", service)
+            log_once(
+                f"requests have a field {where + name!r:.100}, which this server does not know and ignores", service
+            )
 
 
 def log_once(message: str, service: Service) -> None:

@@ -109,7 +109,10 @@ def _call(item: Item, where: str) -> dict[str, Any]:
     name = item.get("name")
     if not isinstance(name, str) or not name.strip():
         raise RequestError(f"{where}.name is {name!r:.60}; allowed: the name of a function", f"{where}.name")
-    function = {"name": name_in_prompt(item.get("namespace"), name), "arguments": _arguments(item, f"{where}.arguments")}
+    function = {
+        "name": name_in_prompt(item.get("namespace"), name),
+        "arguments": _arguments(item, f"{where}.arguments"),
+    }
     return {"id": _call_id(item, where), "type": "function", "function": function}
 
 

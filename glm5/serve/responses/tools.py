@@ -96,7 +96,10 @@ def _function(tool: Any, where: str, allowed: str = _ALLOWED) -> Tool:
     if parameters is not None and not isinstance(parameters, Mapping):
         raise RequestError(f"{where}.parameters is {parameters!r:.60}; allowed: a JSON schema", f"{where}.parameters")
     kept = ("description", "parameters", "strict", "defer_loading")
-    return {"type": "function", "function": {"name": name} | {key: tool[key] for key in kept if tool.get(key) is not None}}
+    return {
+        "type": "function",
+        "function": {"name": name} | {key: tool[key] for key in kept if tool.get(key) is not None},
+    }
 
 
 def _name(tool: Mapping[str, Any], where: str, what: str) -> str:
