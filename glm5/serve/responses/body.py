@@ -72,7 +72,7 @@ class ResponsesBody(SamplingFields):
         "prompt_logprobs": (),
         "messages": (),
     }
-    meaningless: ClassVar[frozenset[str]] = MEANINGLESS | {"prompt_cache_options", "max_tool_calls"}
+    meaningless: ClassVar[frozenset[str]] = MEANINGLESS | {"prompt_cache_options", "max_tool_calls", "client_metadata"}
 
     input: Annotated[Any, Field(json_schema_extra=ITEMS)]
     """A text of the user, or items of a conversation."""

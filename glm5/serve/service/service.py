@@ -68,7 +68,8 @@ class Service:
     the folder for profiler traces, or None. `processed_logprobs`: whether log-probabilities are those of the sampling
     distribution where the API does not say which. `tokens_as_ids`: whether they name tokens by their ids unless the
     request says otherwise. `routed_experts`: whether the engine records them. `sampling_masks`: whether trainers get
-    them. `only_offered_tools`: whether calls of other tools are text. `sessions`: those of agents, None where the server keeps none."""
+    them. `only_offered_tools`: whether calls of other tools are text. `sessions`: those of agents, None where the
+    server keeps none."""
 
     engine: ServedEngine
     template: ChatTemplate
