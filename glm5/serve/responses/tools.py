@@ -8,6 +8,7 @@ The model sees functions alone, under the names on the right. A call of a namesp
 apart again, as the client knows them.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,9 +55,9 @@ def offered(tools: list[Any]) -> OfferedTools:
             _add_namespace(tool, where, found)
         else:
             found.functions.append(_function(tool, where))
-    names = [tool["function"]["name"] for tool in found.functions]
+    counts = Counter(tool["function"]["name"] for tool in found.functions)
     for name, (namespace, own) in found.namespaced.items():
-        if names.count(name) > 1:
+        if counts[name] > 1:
             got = f"the function {own!r:.60} of the namespace {namespace!r:.60} is {name!r:.130} to the model"
             raise RequestError(f"tools: {got}, and so is another one; rename one of them", "tools")
     return found
