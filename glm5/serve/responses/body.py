@@ -10,14 +10,16 @@ from glm5.common.budget import least_chars
 from glm5.common.errors import RequestError
 from glm5.engine.sampling.params import Bounds, StructuredOutputsParams
 from glm5.serve.chat.body import tool_choice
-from glm5.serve.generation.openapi_schemas import FUNCTIONS, ITEMS, TOOL_CHOICE
+from glm5.serve.generation.openapi_schemas import FUNCTION, ITEMS, NAMESPACE, TOOL_CHOICE, JsonDict
 from glm5.serve.generation.prompting import ToolChoice
 from glm5.serve.generation.sampling_fields import MEANINGLESS, REFUSED, SamplingFields
 from glm5.serve.http.body import StrictModel
 from glm5.serve.http.errors import named
-from glm5.serve.responses.tools import OfferedTools, offered
+from glm5.serve.responses.tools import HOSTED, OfferedTools, offered
 
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+_LEFT_OUT: JsonDict = {"type": "object", "properties": {"type": {"enum": [*HOSTED]}}, "required": ["type"]}
+_TOOLS: JsonDict = {"items": {"anyOf": [FUNCTION, NAMESPACE, _LEFT_OUT]}}
 MAX_REPEATED = 1 << 14  # characters of a field that comes back in the response and in events
 # What may be included of tools that this server does not run: there never is any.
 _OF_OTHER_TOOLS = (
@@ -85,7 +87,7 @@ class ResponsesBody(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[list[Any], Field(json_schema_extra=FUNCTIONS)] = []
+    tools: Annotated[list[Any], Field(json_schema_extra=_TOOLS)] = []
     tool_choice: Annotated[Any, Field(json_schema_extra=TOOL_CHOICE)] = None
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
