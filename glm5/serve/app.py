@@ -137,7 +137,7 @@ def create_app(
 
 
 def _handlers(routes: Sequence[BaseRoute]) -> Iterator[tuple[str, str]]:
-    """Method and path of each route."""
+    """Method and path of each documented route."""
     for route in routes:
-        if isinstance(route, Route):
+        if isinstance(route, Route) and route.include_in_schema:
             yield from ((method, route.path) for method in sorted(route.methods or ()))

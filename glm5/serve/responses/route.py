@@ -35,8 +35,6 @@ _LIMIT = "max_output_tokens"
 async def responses(request: Request) -> Response:
     """Answer a conversation, as a stream of events or in one response."""
     body, service = await body_of(ResponsesBody, request)
-    for kind in body.offered.hosted:
-        log_once(f"requests have tools of the type {kind!r:.60}, which this server does not run: left out", service)
     previous = await _previous(body, service)
     references = references_of(body.input)
     known = await service.shared.items(caller().name, references) if references else {}
@@ -170,6 +168,8 @@ def _prepare(
     body: ResponsesBody, service: Service, previous: Stored | None, known: dict[str, Item]
 ) -> tuple[Job, _Input]:
     body.check()
+    for kind in body.offered.hosted:
+        log_once(f"requests have tools of the type {kind!r:.60}, which this server does not run: left out", service)
     wanted, wanted_by = body.wanted()
     items, earlier = items_of(body.input, known), [] if previous is None else previous.items
     conversation = Conversation(
