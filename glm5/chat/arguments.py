@@ -7,7 +7,7 @@
 Readings, in order: the text as JSON; the text un-escaped once and then as JSON; the text as a Python
 literal. A quoted number is read as a number where numbers but no strings are allowed. Where strings are
 allowed, too, un-escaped JSON must not be a string, and Python literals are not tried. Without a type in the
-schema: JSON, or digits grouped with underscores, else the text.
+schema: JSON, else the text.
 """
 
 import ast
@@ -25,7 +25,6 @@ from glm5.common.budget import Budget
 MAX_LITERAL = 1 << 16
 """Longest text that is tried as a Python literal: the parser needs much memory."""
 _TEXT = frozenset({"string"})
-_GROUPED_DIGITS = re.compile(r"-?\d+(_\d+)+")
 
 
 class Arguments:
@@ -120,8 +119,6 @@ def _readings(value: _Value, types: frozenset[str] | None) -> Iterator[tuple[Any
             yield from _quoted_number(found[0], types)
         yield found
     if types is None:
-        if _GROUPED_DIGITS.fullmatch(value.text):
-            yield from value.from_python
         return
     if found := value.from_escaped_json:
         if numbers:

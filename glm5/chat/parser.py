@@ -66,9 +66,9 @@ class _At(Enum):
 
 @dataclass
 class _Call:
-    """The current tool call. `index` is None for an unknown function, whose call produces no events."""
+    """The current tool call."""
 
-    index: int | None
+    index: int
     arguments: Arguments
     is_open: bool = False
     num_pairs: int = 0
@@ -107,13 +107,20 @@ class OutputParser:
 
     `reasoning`: the answer begins inside reasoning (`ChatTemplate.starts_in_reasoning`); otherwise all
     of it is content. `parse_tools`: parse tool calls; otherwise their tags are text. `tools`: the tools of a request,
-    or `Functions`. Calls of other functions are dropped with a warning; without `tools` every name is accepted.
+    or `Functions`. `only_offered`: a call of another function is text; otherwise it is a call, too.
     """
 
     def __init__(
-        self, tokenizer: HasTokens | None, tools: Any = None, *, reasoning: bool, parse_tools: bool = True
+        self,
+        tokenizer: HasTokens | None,
+        tools: Any = None,
+        *,
+        reasoning: bool,
+        parse_tools: bool = True,
+        only_offered: bool = False,
     ) -> None:
         self._functions = tools if isinstance(tools, Functions) else Functions(tools)
+        self._only_offered = only_offered
         ids = tuple([tokenizer.id_of(tag) if tokenizer else None for tag in TAGS])
         grammar = self._grammar(ids, reasoning=reasoning, parse_tools=parse_tools)
         self._moves, self._tag_of_id, self._spelled, self._spelling = grammar
@@ -125,7 +132,7 @@ class OutputParser:
         self._buffer: list[str] = []  # current name, key or value
         self._key = ""
         self._sends_value = False  # the value can only be a string, so it is streamed
-        self._call = _Call(None, _ANY)
+        self._call = _Call(0, _ANY)
         self._num_calls = 0
         self._events: list[Event] = []
 
@@ -285,25 +292,32 @@ class OutputParser:
         """The text after <tool_call> was not a name: it becomes content."""
         self._add_content(CALL + "".join(self._buffer))
 
-    def _name_call(self) -> None:
-        """The name is complete: begin the call, or drop it if the function is unknown."""
+    def _begin_call(self, tag: str) -> bool:
+        """The name is complete, as `tag` follows: begin the call. Without a name, or of a function that may not be
+        called, it is text, and so is the tag."""
         name = "".join(self._buffer).strip()
         arguments = self._functions.get(name)
-        if not name or (arguments is None and self._functions):
-            logger.warning("dropped a call of %r, which is not one of the tools", name[:100])
-            self._call = _Call(None, _ANY)
-            return
+        if arguments is None and self._functions:
+            logger.warning("an answer calls %r, which is not one of the tools", name[:100])
+            if self._only_offered:
+                name = ""
+        if not name:
+            self._give_back_call()
+            self._add_content(tag)
+            self._at = _At.CONTENT
+            return False
         self._call = _Call(self._num_calls, arguments or _ANY)
         self._num_calls += 1
         self._events.append(ToolCallStart(self._num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", name))
+        return True
 
     def _close_named_call(self) -> None:
-        self._name_call()
-        self._close_call()
+        if self._begin_call(CALL_END):
+            self._close_call()
 
     def _open_first_key(self) -> None:
-        self._name_call()
-        self._open_key()
+        if self._begin_call(KEY):
+            self._open_key()
 
     def _open_key(self) -> None:
         """Begin a key. An earlier key without a value is dropped."""
@@ -336,7 +350,7 @@ class OutputParser:
             call.pairs.append((self._key, text))
         elif self._sends_value:
             self._send('"')
-        elif call.index is not None:
+        else:
             self._send(self._key_text() + call.arguments.read(self._key, text))
 
     def _key_text(self) -> str:
@@ -353,8 +367,7 @@ class OutputParser:
             self._send(f"{{{', '.join(members)}}}")
         else:
             self._send("}" if call.is_open else "{}")
-        if call.index is not None:
-            self._events.append(ToolCallEnd(call.index))
+        self._events.append(ToolCallEnd(call.index))
 
     def _close_and_open_call(self) -> None:
         """An unclosed call ends where the next one begins."""
@@ -362,7 +375,7 @@ class OutputParser:
         self._open_call()
 
     def _send(self, delta: str) -> None:
-        if self._call.index is not None and delta:
+        if delta:
             self._events.append(ToolCallArguments(self._call.index, delta))
 
 

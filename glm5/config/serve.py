@@ -46,6 +46,9 @@ class ServeConfig(VllmFlags, Operations, EngineFlags, ModelSource):
     """Parses tool calls; both names select the same parser, which reads both formats."""
     enable_auto_tool_choice: Annotated[bool, NoEffect("a request that has tools always lets the model choose")] = False
     """Let the model decide whether to call a tool."""
+    only_offered_tools: bool = False
+    """An answer's call of a tool that the request does not offer is text of the answer. By default it is a call, which
+    the client can answer with an error."""
     chat_template_content_format: Annotated[
         Literal["auto", "string", "openai"], NoEffect("the templates take text and lists of parts alike")
     ] = "auto"

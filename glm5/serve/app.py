@@ -6,10 +6,12 @@ Access checks API keys and limits. CORS is added only if --allowed-origins is gi
 """
 
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute, Route
 
 from glm5 import __version__
 from glm5.chat.template import ChatTemplate
@@ -26,7 +28,7 @@ from glm5.serve.http.access import Access
 from glm5.serve.http.disconnect import CancelOnDisconnect
 from glm5.serve.http.hosts import Hosts
 from glm5.serve.http.incoming import BoundedBody
-from glm5.serve.http.keys import KeyRing
+from glm5.serve.http.keys import ANYONE, KeyRing
 from glm5.serve.http.limits import Admission, Limits, OwnLimits
 from glm5.serve.metrics.server_metrics import ServerMetrics
 from glm5.serve.metrics.tracing import Tracing
@@ -35,6 +37,7 @@ from glm5.serve.operations.health import Probe
 from glm5.serve.operations.health import router as health
 from glm5.serve.operations.metrics import router as metrics_page
 from glm5.serve.operations.models import router as models
+from glm5.serve.operations.not_served import router as not_served
 from glm5.serve.operations.sessions import router as sessions
 from glm5.serve.page.pages import router as pages
 from glm5.serve.responses.route import router as responses
@@ -92,6 +95,7 @@ def create_app(
         tokens_as_ids=config.return_tokens_as_token_ids,
         routed_experts=config.enable_return_routed_experts,
         sampling_masks=config.return_sampling_mask,
+        only_offered_tools=config.only_offered_tools,
         created=int(time.time()) if created is None else created,
         shared=shared,
         sessions=Sessions(template, config.max_sessions, config.max_session_tokens) if config.max_sessions else None,
@@ -100,7 +104,7 @@ def create_app(
     app.state.service, app.state.probe = service, Probe()
     apis = (chat, completions, responses, anthropic, sglang, sglang_info, loads, vllm_info, tokens)
     apis = (*apis, generate, chat_render, completions_render)
-    routers = (*apis, models, sessions, health, metrics_page, admin, pages)
+    routers = (*apis, models, sessions, health, metrics_page, admin, pages, not_served)
     for router in routers:
         app.include_router(router)
     documents.install(app)
@@ -111,6 +115,7 @@ def create_app(
     keys = keys or KeyRing()
     hosts = Hosts(None if keys.is_needed and not config.allowed_hosts else (*config.allowed_hosts, config.host))
     routes = [route for router in routers for route in router.routes]
+    metrics.begin(_handlers(routes), [key.name for key in keys.keys] if keys.is_needed else [ANYONE.name])
     given = {"keys": keys, "hosts": hosts, "admission": admission, "routes": routes}
     app.add_middleware(Access, **given, state=state, metrics=metrics)
     if config.allowed_origins:
@@ -129,3 +134,10 @@ def create_app(
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     return app
+
+
+def _handlers(routes: Sequence[BaseRoute]) -> Iterator[tuple[str, str]]:
+    """Method and path of each documented route."""
+    for route in routes:
+        if isinstance(route, Route) and route.include_in_schema:
+            yield from ((method, route.path) for method in sorted(route.methods or ()))

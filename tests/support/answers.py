@@ -48,6 +48,7 @@ class Case:
     reasoning: str | None = None
     starts_in_reasoning: bool = False
     parse_tools: bool = True
+    only_offered: bool = False
     tools: list[dict[str, Any]] = field(default_factory=lambda: TOOLS)
 
     def check(self, parsed: Parsed) -> None:
@@ -64,7 +65,13 @@ class Case:
         assert parsed.complete == all(got.complete for got in parsed.tool_calls)
 
     def parser(self, tokenizer: Tokenizer | None) -> OutputParser:
-        return OutputParser(tokenizer, self.tools, reasoning=self.starts_in_reasoning, parse_tools=self.parse_tools)
+        return OutputParser(
+            tokenizer,
+            self.tools,
+            reasoning=self.starts_in_reasoning,
+            parse_tools=self.parse_tools,
+            only_offered=self.only_offered,
+        )
 
 
 BEIJING = call("get_weather", ("city", "Beijing"))
@@ -127,16 +134,33 @@ TOOL_CASES = [
     Case("comparison signs", "a < b and c > d. done", "a < b and c > d. done"),
     Case("beginning of a tag at the end", "so a <tool_ca", "so a <tool_ca"),
     Case("tag-like text", "<tool_calls> </tool> <arg_key>", "<tool_calls> </tool> <arg_key>"),
-    Case("unknown function", "x" + call("invalid_func", ("city", "Beijing")) + "y", "xy"),
-    Case("only the beginning of a name", call("get", ("city", "Beijing")), None),
     Case(
-        "unknown between known",
+        "a tool that was not offered",
+        "x" + call("other", ("city", "Beijing"), ("n", "3")) + "y",
+        "xy",
+        [("other", {"city": "Beijing", "n": 3})],
+    ),
+    Case("only the beginning of a name", call("get", ("city", "Beijing")), None, [("get", {"city": "Beijing"})]),
+    Case(
+        "not offered, between offered ones",
         BEIJING + call("nope", ("a", "1")) + BEIJING,
         None,
-        [("get_weather", {"city": "Beijing"})] * 2,
+        [("get_weather", {"city": "Beijing"}), ("nope", {"a": 1}), ("get_weather", {"city": "Beijing"})],
     ),
     Case(
-        "bare tools", BEIJING + call("get", ("a", "b")), None, [("get_weather", {"city": "Beijing"})], tools=BARE_TOOLS
+        "only offered tools",
+        "x" + call("other", ("city", "Beijing")) + BEIJING + "<tool_call>nothing</tool_call>",
+        "x<tool_call>other<arg_key>city</arg_key><arg_value>Beijing</arg_value><tool_call>nothing</tool_call>",
+        [("get_weather", {"city": "Beijing"})],
+        only_offered=True,
+    ),
+    Case(
+        "bare tools",
+        BEIJING + call("get", ("a", "b")),
+        "<tool_call>get<arg_key>a</arg_key><arg_value>b</arg_value>",
+        [("get_weather", {"city": "Beijing"})],
+        tools=BARE_TOOLS,
+        only_offered=True,
     ),
     Case(
         "no tools: any name, untyped",
@@ -145,7 +169,9 @@ TOOL_CASES = [
         [("anything", {"n": 3, "s": "x"})],
         tools=[],
     ),
-    Case("empty call", "a<tool_call></tool_call>b", "ab"),
+    Case("empty call", "a<tool_call></tool_call>b", "a<tool_call></tool_call>b"),
+    Case("only an empty call", "<tool_call></tool_call>", "<tool_call></tool_call>"),
+    Case("pairs without a name", call("", ("a", "1")), "<tool_call><arg_key>a</arg_key><arg_value>1</arg_value>"),
     Case("white space for a name", "<tool_call>   ", "<tool_call>   "),
     Case("cut off in the name", "Let me<tool_call>get_wea", "Let me<tool_call>get_wea"),
     Case(

@@ -63,6 +63,8 @@ class PromptFields(Body):
         "thread": (),
         "service_tier": ("auto", "standard_only"),
     }
+    # Anthropic's client then sends the whole conversation without a thread.
+    refusal_codes: ClassVar[Mapping[str, str]] = {"thread": "thread_unsupported_request"}
     meaningless: ClassVar[frozenset[str]] = frozenset(
         {
             "metadata",

@@ -42,17 +42,24 @@ LEAST_LOGPROB = -9999.0  # vLLM's for a token that could not be sampled: JSON ha
 
 @dataclass(frozen=True)
 class Reader:
-    """How an answer is parsed. `reasoning`: it begins inside reasoning. `parse_tools`: it may contain calls of
-    `functions`."""
+    """How an answer is parsed. `reasoning`: it begins inside reasoning. `parse_tools`: it may contain calls, with
+    `only_offered` of `functions` alone."""
 
     tokenizer: Tokenizer
     functions: Functions | None = None
     reasoning: bool = False
     parse_tools: bool = False
+    only_offered: bool = False
 
     def parser(self) -> OutputParser:
         """A new parser for one answer."""
-        return OutputParser(self.tokenizer, self.functions, reasoning=self.reasoning, parse_tools=self.parse_tools)
+        return OutputParser(
+            self.tokenizer,
+            self.functions,
+            reasoning=self.reasoning,
+            parse_tools=self.parse_tools,
+            only_offered=self.only_offered,
+        )
 
 
 @dataclass(frozen=True)

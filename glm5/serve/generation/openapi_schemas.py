@@ -148,8 +148,20 @@ TOOLS: JsonDict = {
     }
 }
 
-FUNCTIONS: JsonDict = {
-    "items": {**_FUNCTION, "properties": {"type": {"const": "function"}, **_PROPERTIES}, "required": ["type", "name"]}
+FUNCTION: JsonDict = {
+    **_FUNCTION,
+    "properties": {"type": {"const": "function"}, **_PROPERTIES},
+    "required": ["type", "name"],
+}
+NAMESPACE: JsonDict = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "namespace"},
+        "name": {"minLength": 1, **_TEXT},
+        "description": _TEXT,
+        "tools": {"type": "array", "items": FUNCTION},
+    },
+    "required": ["type", "name", "tools"],
 }
 
 TOOL_CHOICE: JsonDict = {

@@ -114,7 +114,10 @@ def build_prompt(
             f"this model's tokenizer has no token {THINK_END}: structured output needs thinking switched off",
             "structured_outputs",
         )
-    reader = Reader(tokenizer, Functions(tools), reasoning=reasoning, parse_tools=tools is not None)
+    only_offered = service.only_offered_tools
+    reader = Reader(
+        tokenizer, Functions(tools), reasoning=reasoning, parse_tools=tools is not None, only_offered=only_offered
+    )
     return Prompt(ids, reader, structured, starts_after, not_before, recording)
 
 

@@ -85,10 +85,13 @@ class Access:
             is_session_path=is_session_path,
         )
         path = scope["path"]
+        # Routes of GET answer HEAD too, of which the server sends the headers alone.
+        routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         sender = _ResponseSender(send, call.id, self.state)
         # Before the last byte goes out, as for `admission`: whoever has an answer finds it in /metrics.
-        sender.on_end.append(lambda: self._count(scope, sender.status))
+        sender.on_end.append(lambda: self._count(scope, routed, sender.status))
         start, is_open = time.monotonic(), path in OPEN_PATHS or path.startswith(_OPEN_PREFIX)
+        bug: int | None = None
         token = REQUEST_ID.set(call.id)
         try:
             self.hosts.check(headers.get("host", ""))
@@ -98,16 +101,20 @@ class Access:
                     400, f"the session's name is {session!r:.60}; allowed: {allowed}", code="invalid_session"
                 )
             if is_open:
-                await self.app(scope, receive, sender)
+                await self.app(routed, receive, sender)
             else:
-                await self._serve_counted(call, scope, receive, sender)
+                await self._serve_counted(call, routed, receive, sender)
         except ApiError as error:
             self.metrics.refused.add(1, error.code or str(error.status))
             await error_response(error, path)(scope, receive, sender)
+        except Exception:
+            bug = 500  # the answer to it is sent outside of this middleware
+            raise
         finally:
             if not sender.has_ended:
-                self._count(scope, sender.status)
-            self._log(call, scope, sender.status, time.monotonic() - start, is_open=is_open)
+                self._count(scope, routed, bug)
+            status = sender.status if sender.has_ended else bug
+            self._log(call, scope, status, time.monotonic() - start, is_open=is_open)
             REQUEST_ID.reset(token)
 
     async def _serve_counted(self, call: Call, scope: Scope, receive: Receive, send: "_ResponseSender") -> None:
@@ -164,9 +171,10 @@ class Access:
             route = next((each for each in self.routes if each.matches(scope)[0] is Match.FULL), None)
         return getattr(route, "path", "none")
 
-    def _count(self, scope: Scope, status: int | None) -> None:
+    def _count(self, scope: Scope, routed: Scope, status: int | None) -> None:
+        """Count a request. `status` None: its client left before the end of the answer."""
         kind = "left" if status is None else f"{status // 100}xx"
-        self.metrics.http.add(1, _method(scope), self._route(scope), kind)
+        self.metrics.http.add(1, _method(scope), self._route(routed), kind)
 
     def _log(self, call: Call, scope: Scope, status: int | None, seconds: float, *, is_open: bool) -> None:
         level = logging.DEBUG if is_open or scope["path"] in _METRICS_PATHS else logging.INFO

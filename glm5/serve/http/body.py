@@ -11,7 +11,6 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from fastapi import Request
@@ -28,7 +27,7 @@ MAX_NESTING = 128  # what is written by people nests less, and what looks throug
 # Limits of a body besides its texts: parsing is one call, during which no other request is served.
 MAX_VALUES = 1 << 21  # values of lists and objects: token ids, ten times what a context holds
 MAX_PARTS = 1 << 18  # lists, objects, and fields of objects, which take ten times as long
-MAX_LOGGED_FIELDS = 100  # different unknown names of fields; a client may invent any number
+MAX_LOGGED = 100  # different lines about what clients send, which may invent any number
 _LARGE = 1 << 16  # bytes from which on a body is parsed in a thread, to keep the event loop free
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
@@ -58,11 +57,13 @@ class Body(StrictModel):
     """Base of all bodies. null counts as not given.
 
     `refused`: fields that are known and not supported, with the values that change nothing, the first of which is
-    named in the refusal. `meaningless`: fields that say nothing about the answer.
+    named in the refusal. `refusal_codes`: codes by which clients know some of these refusals. `meaningless`: fields
+    that say nothing about the answer.
     """
 
     model_config = ConfigDict(extra="allow")
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    refusal_codes: ClassVar[Mapping[str, str]] = {}
     meaningless: ClassVar[frozenset[str]] = frozenset()
 
     model: str | None = None
@@ -141,7 +142,8 @@ def checked(kind: type[B], content: Mapping[str, Any], where: str = "") -> B:
         if name in given and not any(_same(given[name], value) for value in harmless):
             allowed = f"; allowed: {json.dumps(harmless[0])}" if harmless else ""
             param = where + name
-            raise ApiError(400, f"{param} is not supported by this server: leave it out{allowed}", param=param)
+            message = f"{param} is not supported by this server: leave it out{allowed}"
+            raise ApiError(400, message, param=param, code=kind.refusal_codes.get(name))
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -239,11 +241,18 @@ def _refuse_halves(content: Mapping[str, Any]) -> None:
 
 def log_unknown(body: Body, service: Service, where: str = "") -> None:
     """Log unknown fields, each once."""
-    room = MAX_LOGGED_FIELDS - len(service.logged_fields)
-    if room <= 0:
-        return
     known = body.refused.keys() | body.meaningless
-    unknown = (where + name for name in body.model_extra or () if name not in known)
-    for name in islice((name for name in unknown if name not in service.logged_fields), room):
-        service.logged_fields.add(name)
-        logger.warning("requests have a field %r, which this server does not know and ignores", name[:100])
+    for name in body.model_extra or ():
+        if len(service.logged) >= MAX_LOGGED:
+            return
+        if name not in known:
+            log_once(
+                f"requests have a field {where + name!r:.100}, which this server does not know and ignores", service
+            )
+
+
+def log_once(message: str, service: Service) -> None:
+    """Log what many requests may have in common, once."""
+    if message not in service.logged and len(service.logged) < MAX_LOGGED:
+        service.logged.add(message)
+        logger.warning("%s", message)

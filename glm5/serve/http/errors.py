@@ -1,7 +1,7 @@
 """Error responses, in the JSON format of the API whose path was requested.
 
 OpenAI, SGLang    {"error": {"message", "type", "param", "code"}}
-Anthropic         {"type": "error", "error": {"type", "message", "param", "code"}, "request_id"}
+Anthropic         {"type": "error", "error": {"type", "message", "param", "details": {"error_code"}}, "request_id"}
 """
 
 import re
@@ -118,10 +118,11 @@ def envelope(error: ApiError) -> dict[str, Any]:
 
 
 def anthropic_envelope(error: ApiError) -> dict[str, Any]:
-    """The body of an error response in Anthropic's format, with `param` and `code` if they are set."""
+    """The body of an error response in Anthropic's format, with `param` and the code if they are set."""
     general = "api_error" if error.status >= 500 else "invalid_request_error"
     content = {"type": _ANTHROPIC_TYPES.get(error.status, general), "message": error.message}
-    more = {name: value for name, value in (("param", error.param), ("code", error.code)) if value is not None}
+    details = None if error.code is None else {"error_code": error.code}
+    more = {name: value for name, value in (("param", error.param), ("details", details)) if value is not None}
     return {"type": "error", "error": content | more, "request_id": REQUEST_ID.get()}
 
 

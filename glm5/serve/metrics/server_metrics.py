@@ -8,8 +8,9 @@ scrape of /metrics fetches the engine's own counters (cache, drafts, running and
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 from glm5.engine.frontend.outputs import Delta
@@ -28,6 +29,12 @@ _INTER_TOKEN = (
 _REQUEST = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
+_REASONS = ("stop", "length", "abort", "error")
+_REFUSALS = (
+    "concurrency_limit_exceeded", "draining", "forbidden", "invalid_api_key", "invalid_session", "main_process_silent",
+    "no_admin_key", "queue_full", "rate_limit_exceeded", "unknown_host",
+)  # fmt: skip
+_STATUSES = ("2xx", "4xx", "5xx", "left")
 _TOKENS = [factor * 10**power for power in range(7) for factor in (1, 2, 5)]
 
 
@@ -126,8 +133,24 @@ class ServerMetrics:
         self.refused = counter("glm5:requests_refused_total", "Requests turned away before the engine, by why.", "code")
         self.tenant_tokens = counter("glm5:key_tokens_total", "Tokens by the API key that paid.", "key", "kind")
         self.http = counter("http_requests_total", "HTTP requests answered.", "method", "handler", "status")
+        for tier in ("device", "host", "disk"):
+            self.tier_hits.set_total(0, tier)
+        for tier in ("host", "disk"):
+            self.damaged.set_total(0, tier)
+        self.accepted_at.set_total(0, "0")
+        for reason in _REASONS:
+            self.finished.add(0, reason)
+        for code in _REFUSALS:
+            self.refused.add(0, code)
         self.engine_stats: Mapping[str, Any] | None = None
         self.throughput = Rate()
+
+    def begin(self, handlers: Iterable[tuple[str, str]], keys: Iterable[str]) -> None:
+        """Show counters of what has not occurred as 0: of methods and paths of routes, and of names of keys."""
+        for (method, handler), status in product(handlers, _STATUSES):
+            self.http.add(0, method, handler, status)
+        for key, kind in product(keys, ("prompt", "generation")):
+            self.tenant_tokens.add(0, key, kind)
 
     async def read_engine(self, engine: Engine) -> dict[str, Any] | None:
         """Set the metrics that the engine counts itself, and return its counters. None if it does not answer in time,
@@ -196,7 +219,6 @@ class RequestMetrics:
         metrics.prompt_tokens.add(num_prompt)
         metrics.prompt_lengths.observe(num_prompt)
         metrics.tenant_tokens.add(num_prompt, key, "prompt")
-        metrics.tenant_tokens.add(0, key, "generation")
 
     @property
     def num_generated(self) -> int:

@@ -42,7 +42,6 @@ def check_ready(service: Service) -> None:
         raise draining()
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/health", response_class=Response)
 async def health(service: Service = Depends(get_service)) -> Response:
     """200 while requests are answered; 503 with the reason before and after."""
@@ -57,7 +56,6 @@ async def ping(service: Service = Depends(get_service)) -> Response:
     return await health(service)
 
 
-@router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_class=Response)
 async def ready(service: Service = Depends(get_service)) -> Response:
     """200 while new requests are accepted; 503 with the reason before, after, and while the server drains."""

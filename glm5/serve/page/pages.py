@@ -13,19 +13,19 @@ from glm5.common.pages import HEADERS, page_file
 router = APIRouter(include_in_schema=False)
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
+@router.get("/")
 def chat_page(request: Request) -> Response:
     """The chat page."""
     return _file("index.html", request)
 
 
-@router.api_route("/dashboard", methods=["GET", "HEAD"])
+@router.get("/dashboard")
 def dashboard_page(request: Request) -> Response:
     """The dashboard."""
     return _file("dashboard.html", request)
 
 
-@router.api_route("/page/{name}", methods=["GET", "HEAD"])
+@router.get("/page/{name}")
 def static_file(name: str, request: Request) -> Response:
     """A style sheet, script or picture of the pages; 404 for any other name."""
     return _file(name, request)
@@ -41,5 +41,4 @@ def _file(name: str, request: Request) -> Response:
     known = [each.strip().removeprefix("W/") for each in request.headers.get("If-None-Match", "").split(",")]
     if tag in known or "*" in known:
         return Response(status_code=304, headers=headers)
-    # For HEAD, Starlette sends the headers of GET without the body.
     return Response(content, media_type=kind, headers=headers)

@@ -24,6 +24,7 @@ from glm5.serve.generation.segments import Kind, Segment, SegmentDelta, SegmentE
 from glm5.serve.http.errors import ApiError
 from glm5.serve.responses.body import ResponsesBody
 from glm5.serve.responses.items import new_id
+from glm5.serve.responses.tools import OfferedTools
 
 WireEvent = dict[str, Any]
 
@@ -118,7 +119,7 @@ class ResponseAnswer:
         kind, name = _NAMES[segment.kind]
         match segment:
             case SegmentStart():
-                item = _new_item(kind, segment)
+                item = _new_item(kind, segment, self.body.offered)
                 self._items.append(item)
                 # A copy: the item is extended before the event is serialized.
                 begun = item | {"content": []} if "content" in item else dict(item)
@@ -173,10 +174,10 @@ class ResponseAnswer:
         return {**self.response, "output": list(self._items)}
 
 
-def _new_item(kind: str, begun: SegmentStart) -> dict[str, Any]:
+def _new_item(kind: str, begun: SegmentStart, tools: OfferedTools) -> dict[str, Any]:
     item: dict[str, Any] = {"id": new_id(kind), "type": kind, "status": "in_progress"}
     if begun.call is not None:
-        return item | {"call_id": begun.call.id, "name": begun.call.name, "arguments": ""}
+        return item | {"call_id": begun.call.id, **tools.named(begun.call.name), "arguments": ""}
     if begun.kind == "reasoning":
         return item | {"summary": [], "content": [{"type": "reasoning_text", "text": ""}]}
     part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -210,7 +211,7 @@ def _response(response_id: str, model: str, body: ResponsesBody, params: Samplin
         "temperature": params.temperature,
         "text": {"format": form or {"type": "text"}, "verbosity": "medium"},
         "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools,
+        "tools": body.offered.given,
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": "disabled",

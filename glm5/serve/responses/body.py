@@ -1,22 +1,25 @@
 """The body of POST /v1/responses: OpenAI's fields, and those of sampling that vLLM adds."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from glm5.chat.message import Tool
 from glm5.common.budget import least_chars
 from glm5.common.errors import RequestError
 from glm5.engine.sampling.params import Bounds, StructuredOutputsParams
 from glm5.serve.chat.body import tool_choice
-from glm5.serve.generation.openapi_schemas import FUNCTIONS, ITEMS, TOOL_CHOICE
+from glm5.serve.generation.openapi_schemas import FUNCTION, ITEMS, NAMESPACE, TOOL_CHOICE, JsonDict
 from glm5.serve.generation.prompting import ToolChoice
 from glm5.serve.generation.sampling_fields import MEANINGLESS, REFUSED, SamplingFields
 from glm5.serve.http.body import StrictModel
 from glm5.serve.http.errors import named
+from glm5.serve.responses.tools import HOSTED, OfferedTools, offered
 
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
+_LEFT_OUT: JsonDict = {"type": "object", "properties": {"type": {"enum": [*HOSTED]}}, "required": ["type"]}
+_TOOLS: JsonDict = {"items": {"anyOf": [FUNCTION, NAMESPACE, _LEFT_OUT]}}
 MAX_REPEATED = 1 << 14  # characters of a field that comes back in the response and in events
 # What may be included of tools that this server does not run: there never is any.
 _OF_OTHER_TOOLS = (
@@ -71,7 +74,7 @@ class ResponsesBody(SamplingFields):
         "prompt_logprobs": (),
         "messages": (),
     }
-    meaningless: ClassVar[frozenset[str]] = MEANINGLESS | {"prompt_cache_options", "max_tool_calls"}
+    meaningless: ClassVar[frozenset[str]] = MEANINGLESS | {"prompt_cache_options", "max_tool_calls", "client_metadata"}
 
     input: Annotated[Any, Field(json_schema_extra=ITEMS)]
     """A text of the user, or items of a conversation."""
@@ -84,7 +87,7 @@ class ResponsesBody(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[list[Any], Field(json_schema_extra=FUNCTIONS)] = []
+    tools: Annotated[list[Any], Field(json_schema_extra=_TOOLS)] = []
     tool_choice: Annotated[Any, Field(json_schema_extra=TOOL_CHOICE)] = None
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
@@ -138,24 +141,7 @@ class ResponsesBody(SamplingFields):
             given = {"type": "allowed_tools", "allowed_tools": {key: given.get(key) for key in ("mode", "tools")}}
         return tool_choice(given, parallel=self.parallel_tool_calls)
 
-    def functions(self) -> list[Tool]:
-        """The tools, of which only functions are known. Raises RequestError."""
-        return [_function(tool, f"tools[{number}]") for number, tool in enumerate(self.tools)]
-
-
-def _function(tool: Any, where: str) -> Tool:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise RequestError(f"{where}.type is {kind!r:.60}; allowed: function", f"{where}.type")
-    if not isinstance(name := tool.get("name"), str) or not name.strip():
-        raise RequestError(f"{where}.name is {name!r:.60}; allowed: the name of a function", f"{where}.name")
-    if tool.get("allowed_callers") not in (None, ["direct"]):
-        callers = tool["allowed_callers"]
-        raise RequestError(
-            f'{where}.allowed_callers is {callers!r:.60}; allowed: ["direct"]', f"{where}.allowed_callers"
-        )
-    parameters = tool.get("parameters")
-    if parameters is not None and not isinstance(parameters, Mapping):
-        raise RequestError(f"{where}.parameters is {parameters!r:.60}; allowed: a JSON schema", f"{where}.parameters")
-    kept = ("name", "description", "parameters", "strict", "defer_loading")
-    return {"type": "function", "function": {key: tool[key] for key in kept if tool.get(key) is not None}}
+    @cached_property
+    def offered(self) -> OfferedTools:
+        """The tools, as the model sees them. Raises RequestError."""
+        return offered(self.tools)

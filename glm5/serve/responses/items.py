@@ -16,6 +16,7 @@ from typing import Any
 from glm5.chat.message import Message
 from glm5.common.errors import RequestError
 from glm5.serve.generation.encrypted_reasoning import decrypt
+from glm5.serve.responses.tools import name_in_prompt
 from glm5.serve.service.response_store import Item
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -108,7 +109,10 @@ def _call(item: Item, where: str) -> dict[str, Any]:
     name = item.get("name")
     if not isinstance(name, str) or not name.strip():
         raise RequestError(f"{where}.name is {name!r:.60}; allowed: the name of a function", f"{where}.name")
-    function = {"name": name, "arguments": _arguments(item, f"{where}.arguments")}
+    function = {
+        "name": name_in_prompt(item.get("namespace"), name),
+        "arguments": _arguments(item, f"{where}.arguments"),
+    }
     return {"id": _call_id(item, where), "type": "function", "function": function}
 
 

@@ -16,7 +16,7 @@ from glm5.serve.generation.job import Job, Step, Usage, check, steps
 from glm5.serve.generation.prompting import Conversation, build_prompt
 from glm5.serve.generation.sampling_fields import fit
 from glm5.serve.generation.thinking import template_kwargs
-from glm5.serve.http.body import body_of, described, documented
+from glm5.serve.http.body import body_of, described, documented, log_once
 from glm5.serve.http.call import caller
 from glm5.serve.http.errors import ApiError, named
 from glm5.serve.http.sse import EventStream, Tap, event
@@ -168,11 +168,13 @@ def _prepare(
     body: ResponsesBody, service: Service, previous: Stored | None, known: dict[str, Item]
 ) -> tuple[Job, _Input]:
     body.check()
+    for kind in body.offered.hosted:
+        log_once(f"requests have tools of the type {kind!r:.60}, which this server does not run: left out", service)
     wanted, wanted_by = body.wanted()
     items, earlier = items_of(body.input, known), [] if previous is None else previous.items
     conversation = Conversation(
         messages=messages_of(earlier, items, body.instructions),
-        tools=body.functions(),
+        tools=body.offered.functions,
         choice=body.choice(),
         template=_template_kwargs(body, service),
         wanted=wanted,

@@ -68,7 +68,8 @@ class Service:
     the folder for profiler traces, or None. `processed_logprobs`: whether log-probabilities are those of the sampling
     distribution where the API does not say which. `tokens_as_ids`: whether they name tokens by their ids unless the
     request says otherwise. `routed_experts`: whether the engine records them. `sampling_masks`: whether trainers get
-    them. `sessions`: those of agents, None where the server keeps none."""
+    them. `only_offered_tools`: whether calls of other tools are text. `sessions`: those of agents, None where the
+    server keeps none."""
 
     engine: ServedEngine
     template: ChatTemplate
@@ -83,8 +84,9 @@ class Service:
     tokens_as_ids: bool
     routed_experts: bool
     sampling_masks: bool
-    # Names of unknown request fields that were logged already.
-    logged_fields: set[str] = field(default_factory=set)
+    only_offered_tools: bool
+    # Lines about what clients send that were logged already.
+    logged: set[str] = field(default_factory=set)
     running: RunningRequests = field(default_factory=RunningRequests)
     shared: Shared = field(default_factory=OneProcess)
     sessions: Sessions | None = None

@@ -412,7 +412,7 @@ def test_other_errors_have_anthropics_types(client, http, engine):
     answer = http.get("/v1/messages")
     assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
     answer = http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert (answer.status_code, answer.json()["error"]["details"]) == (400, {"error_code": "invalid_json"})
 
 
 def test_keys_and_limits():

@@ -8,6 +8,8 @@ import pytest
 
 from glm5.engine.transport.wire import AbortRequests
 from glm5.serve.http.disconnect import CancelOnDisconnect
+from glm5.serve.http.server import bind, serving
+from tests.support.serving import make_app, scripted
 
 ASK = [{"role": "user", "content": "hi"}]
 SECONDS = 20  # an upper limit for what takes milliseconds; passing never waits for it
@@ -38,6 +40,31 @@ def test_leaving_a_scripted_answer_aborts(scripted_server, engine, path, stream)
         assert await asyncio.to_thread(engine.left.wait, SECONDS)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_stream_is_logged_and_counted_by_how_it_ended(leaves, caplog):
+    """Its status line says 200 either way."""
+    path, body = "/v1/chat/completions", {"messages": ASK, "stream": True}
+    engine = scripted("abc")
+    engine.hangs = leaves
+    app = make_app(engine)
+    with caplog.at_level("INFO", "glm5.serve"), serving(app, engine, bind("127.0.0.1", 0)) as url:
+        with httpx.Client(base_url=url, timeout=SECONDS) as client, client.stream("POST", path, json=body) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            if not leaves:
+                assert list(lines)[-2:] == ["data: [DONE]", ""]
+        assert engine.left.wait(SECONDS)
+    ends = [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"POST {path}")]
+    kinds = {kind: app.state.service.metrics.http.value("POST", path, kind) for kind in ("2xx", "left")}
+    if leaves:
+        assert any(end.startswith(f"POST {path} left ") for end in ends), ends
+        assert not any(end.startswith(f"POST {path} 200 ") for end in ends), ends
+        assert kinds == {"2xx": 0, "left": 1}
+    else:
+        assert [end.split()[2] for end in ends] == ["200"]
+        assert kinds == {"2xx": 1, "left": 0}
 
 
 def test_leaving_a_real_answer_aborts(model_server, monkeypatch):

@@ -262,6 +262,29 @@ def test_errors_stay_short(http):
         assert len(error_of(post(http, {"messages": ASK} | fields))["message"]) < 500
 
 
+def test_what_this_server_has_not_is_refused_by_its_name(http):
+    paths = {
+        "/v1/embeddings": "embeddings", "/v1/moderations": "moderations", "/v1/images/generations": "images",
+        "/v1/files": "files", "/v1/files/file-1/content": "files", "/v1/batches": "batches",
+        "/v1/messages/batches": "batches",
+    }  # fmt: skip
+    for path, what in paths.items():
+        for answer in (http.get(path), http.post(path, content=b"any"), http.delete(path)):
+            assert answer.status_code == 404
+            assert f"this server has no {what}," in answer.json()["error"]["message"]
+    assert http.get("/v1/messages/batches").json()["error"]["details"] == {"error_code": "not_served"}
+    assert error_of(http.get("/v1/files"))["code"] == "not_served"
+
+
+def test_head_answers_as_get_without_a_body(http):
+    for path in ("/", "/health", "/v1/models", "/metrics", "/openapi.json", "/get_model_info", "/v1/nothing"):
+        head, get = http.head(path), http.get(path)
+        assert (head.status_code, head.content) == (get.status_code, b"")
+        for name in ("content-type", "content-length"):
+            assert path == "/metrics" or head.headers.get(name) == get.headers.get(name), path
+    assert http.head("/v1/chat/completions").status_code == 405
+
+
 def test_unknown_paths_and_methods(http):
     answer = http.get("/v1/nothing")
     assert (answer.status_code, error_of(answer)["code"]) == (404, "not_found")

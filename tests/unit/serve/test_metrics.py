@@ -1,6 +1,7 @@
 """The page of metrics: the format, the names, and figures that are those of the requests that were made."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from glm5.serve.metrics.prometheus import Page
 from glm5.serve.metrics.server_metrics import RequestMetrics, ServerMetrics
 from tests.support.serving import ASK, CHAT, bearer, key, scripted, served
 
+REPO = Path(__file__).parents[3]
 SAMPLE = re.compile(
     r'^[a-z_:\d]+(?:_bucket|_sum|_count)?(?:\{(?:[a-z_]+="(?:[^"\\\n]|\\[\\n"])*",?)*\})? [-+.\deInf]+$'
 )
@@ -84,7 +86,8 @@ def test_the_figures_of_a_server():
         "glm5:engine_up": 1,
     }
     assert {name: values(text, name)[""] for name in expected} == expected
-    assert values(text, "vllm:request_success_total") == {'finished_reason="stop"': 3}
+    finished = values(text, "vllm:request_success_total")
+    assert {label: count for label, count in finished.items() if count} == {'finished_reason="stop"': 3}
     assert values(text, "glm5:prefix_cache_hit_tokens_total") == {
         'tier="device"': 300,
         'tier="host"': 20,
@@ -117,6 +120,33 @@ def test_tokens_are_booked_on_the_key_that_asked():
     assert booked['key="alice",kind="generation"'] == num_tokens
     assert booked['key="bob",kind="generation"'] == 2 * num_tokens
     assert booked['key="bob",kind="prompt"'] == 2 * booked['key="alice",kind="prompt"'] > 0
+
+
+def test_every_counter_begins_at_zero_and_every_metric_is_documented():
+    """A rate or an alert needs the count before the first one."""
+    documented = re.findall(
+        r"`((?:vllm|glm5):\w+|http_requests_total)[`{]", (REPO / "docs/operations.md").read_text(encoding="utf-8")
+    )
+    with served(scripted(), key("alice"), key("boss", role="admin")) as http:
+        page = http.get("/metrics", headers=bearer("boss")).text
+    exported = re.findall(r"^# TYPE (\S+) (\S+)$", page, flags=re.MULTILINE)
+    assert set(documented) == {name for name, _ in exported}
+    for name, kind in exported:
+        assert kind != "counter" or values(page, name), f"{name} is absent before it first counts"
+    assert values(page, "glm5:key_tokens_total")['key="alice",kind="prompt"'] == 0
+    assert values(page, "http_requests_total")[f'method="POST",handler="{CHAT}",status="5xx"'] == 0
+
+
+def test_refusals_are_counted_under_codes_that_begin_at_zero():
+    codes = set(values(ServerMetrics("tiny").page.text(), "glm5:requests_refused_total"))
+    busy = key("busy", requests_per_minute=1)
+    with served(scripted(), busy, key("boss", role="admin"), allowed_hosts=("localhost", "127.0.0.1")) as http:
+        for headers in (bearer("busy"), bearer("busy"), bearer("other"), {"Host": "evil.example"}):
+            http.post(CHAT, json=ASK, headers=headers)
+        http.post("/flush_cache", headers=bearer("busy"))
+        http.get("/sessions/%20/v1/models", headers=bearer("busy"))
+        later = set(values(http.get("/metrics", headers=bearer("boss")).text, "glm5:requests_refused_total"))
+    assert later == codes
 
 
 def test_an_engine_that_is_gone_leaves_the_last_counts():

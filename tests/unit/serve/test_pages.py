@@ -65,12 +65,6 @@ def test_a_current_copy_is_not_sent_again(http):
     assert http.get("/page/base.css").headers["ETag"] != first.headers["ETag"]
 
 
-def test_head_says_what_get_would(http):
-    head = http.head("/")
-    assert (head.status_code, head.content) == (200, b"")
-    assert int(head.headers["Content-Length"]) == len(TEXTS["index.html"].encode())
-
-
 @pytest.mark.parametrize(
     "name", ["pages.py", "..%2fpages.py", "%2e%2e/pages.py", "chat.js%00", "no.js", "", ".", "%ff"]
 )

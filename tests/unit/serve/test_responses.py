@@ -394,7 +394,7 @@ BAD = [
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id is null", "input[0].call_id"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id is 'msg_1', which no stored response has",
      "input[0].id"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type is 'web_search'; allowed: function", "tools[0].type"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type is 'custom'; allowed: function, namespace", "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name is null", "tools[0].name"),
     ({"tool_choice": "required"}, "tool_choice requires a call, but there are no tools", "tool_choice"),
     ({"tool_choice": {"type": "mcp"}}, "tool_choice is {'type': 'mcp'}; allowed: ", "tool_choice"),
