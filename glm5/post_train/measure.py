@@ -8,7 +8,7 @@ tasks it asks, and no two have the same. Every stage gets the same tasks, so tha
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,11 @@ def _held_out(recipe: PostTrainRecipe, skill: SkillSection, trained: Sequence[RL
     return found
 
 
-def draws_of(recipe: PostTrainRecipe, seeds: Mapping[str, Sequence[int]]) -> Iterator[Draw]:
+def draws_of(recipe: PostTrainRecipe, seeds: Mapping[str, Sequence[int]]) -> list[Draw]:
     """The tasks of all skills, in order."""
     levels = {one.environment: one.level for one in recipe.skill}
     pairs = [(name, seed) for name, of_skill in seeds.items() for seed in of_skill]
-    for number, (name, seed) in enumerate(pairs):
-        yield Draw(number, name, seed, levels[name])
+    return [Draw(number, name, seed, levels[name]) for number, (name, seed) in enumerate(pairs)]
 
 
 def measure(

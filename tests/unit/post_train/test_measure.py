@@ -18,7 +18,7 @@ def test_held_out_tasks_are_none_that_a_stage_asks(plan):
     assert not trained & set(keys)
     assert len(seeds["guess"]) == 15  # there are no more
     assert held_out(made.recipe, [made.stages[1].recipe]) == seeds
-    draws = list(draws_of(made.recipe, seeds))
+    draws = draws_of(made.recipe, seeds)
     assert [draw.number for draw in draws] == list(range(55))
     rewards = by_skill(seeds, [float(draw.number) for draw in draws])
     assert rewards["guess"] == [float(number) for number in range(40, 55)]
