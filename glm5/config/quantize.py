@@ -6,7 +6,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from glm5.common.errors import ConfigError
 from glm5.config.command import Also, Command, NoEffect, Positional
 from glm5.config.refusal import refuse
 
@@ -175,6 +174,4 @@ def check_out(out: str) -> Path:
     path = Path(out).expanduser().resolve()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise refuse("OUT", out, "a folder that is not there yet, or is empty; move it away or choose another")
-    if not path.parent.is_dir():
-        raise ConfigError(f"OUT: there is no folder {path.parent}")
     return path

@@ -79,7 +79,7 @@ def analyze(settings: QuantizeConfig, given: Sequence[Sequence[int]] | None = No
         branches, quality = _branches(job, samples)
     budget = settings.budget or _average_bits(job) + 0.5
     chosen = propose(branches, budget)
-    out.mkdir(exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     found = _document(job, branches, chosen, budget, quality)
     with atomic_write(out / "analysis.json") as file:
         json.dump(found, file, indent=2)

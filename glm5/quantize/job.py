@@ -87,10 +87,12 @@ def prepare(settings: QuantizeConfig, resolved: Resolved | None = None) -> Job:
             logger.warning("%s: the pattern %s fits no module of this model", settings.recipe, pattern)
     if KEY in source.cfg.extra and not _rounds_as_trained(plan):
         target = "" if resolved.target == "glm5" else f" --target {resolved.target}"
+        tokens_too = "; --recipe recipes/w4a8-aware.toml in place of both for w4a8 with the targets glm5 and gguf"
         raise ConfigError(
             f"{settings.model}: trained with quantization in view ({KEY} in config.json), so its weights have to "
             f"be rounded as they were in training, got {resolved.name}; allowed: glm5 quantize "
             f"{shlex.quote(settings.model)} {shlex.quote(str(settings.out))} --scheme w4a16 --method minmax{target}"
+            f"{tokens_too}"
         )
     rotation = resolved.recipe.rotation
     run = Run(

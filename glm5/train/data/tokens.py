@@ -73,7 +73,8 @@ class TokenFile:
         if self.largest_id >= vocab_size:
             raise DataError(
                 f"{self.path} holds token id {self.largest_id}, and the model has ids 0 to {vocab_size - 1}: "
-                "tokenize with the model's tokenizer"
+                f"tokenize with the model's tokenizer, or for a new model set model.config.vocab_size above "
+                f"{self.largest_id}"
             )
 
 

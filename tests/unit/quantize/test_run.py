@@ -35,7 +35,7 @@ def content(directory: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def straight(small_bf16, tmp_path_factory) -> Path:
     """The recipe of the articles, in one go."""
-    return quantize(settings(small_bf16, tmp_path_factory.mktemp("straight") / "out", scheme="w4a8"))
+    return quantize(settings(small_bf16, tmp_path_factory.mktemp("straight") / "new" / "out", scheme="w4a8"))
 
 
 def test_what_is_written_names_every_module(straight):
