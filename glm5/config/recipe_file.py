@@ -148,7 +148,7 @@ def _flattened(process: Any, where: str) -> list[Any]:
         if step["type"] != "group":
             steps.append(step)
             continue
-        if unknown := sorted(step.keys() - {"type", "configs"}):
-            raise refuse(f"{where}.{idx}.{unknown[0]}", step[unknown[0]], "the key configs")
+        if unknown := sorted(map(str, step.keys() - {"type", "configs"})):
+            raise refuse(f"{where}.{idx}", unknown[0], "a group with the keys type and configs")
         steps.extend(_flattened(step.get("configs"), f"{where}.{idx}.configs"))
     return steps

@@ -23,8 +23,18 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
-_SHORT = reprlib.Repr()
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        digits = x.bit_length() // 4 + 1
+        return super().repr_int(x, level) if digits < 1000 else f"an integer of {digits} hexadecimal digits"
+
+
+_SHORT = _Short()
 _SHORT.maxstring = _SHORT.maxother = 60
+_LONG = 200
+"""Characters of a value that are shown."""
 
 _ALLOWED = {
     "missing": "it must be given",
@@ -57,7 +67,8 @@ _ALLOWED = {
 
 def refuse(key: str, value: Any, allowed: str) -> ConfigError:
     """A configuration error in the common format. Long values are shortened."""
-    return ConfigError(f"{key}: got {_SHORT.repr(value)}; allowed: {allowed}")
+    shown = _SHORT.repr(value)
+    return ConfigError(f"{key}: got {shown if len(shown) <= _LONG else shown[:_LONG] + '...'}; allowed: {allowed}")
 
 
 def first_error(err: ValidationError) -> tuple[tuple[str, ...], Any, str]:

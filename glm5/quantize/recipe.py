@@ -1,7 +1,9 @@
 """Recipes by name or file, and what settings of a run make of them: one resolved recipe and one target."""
 
 import logging
+import os
 import tomllib
+from collections import Counter
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -17,8 +19,12 @@ from glm5.config.refusal import refuse
 
 logger = logging.getLogger(__name__)
 
-_UNREADABLE = (yaml.YAMLError, ValueError, AttributeError, KeyError, RecursionError)
+_UNREADABLE = (yaml.YAMLError, ValueError, AttributeError, KeyError, OverflowError, RecursionError)
 """What parsers raise: PyYAML lets through what its constructors meet in a value that does not fit its tag."""
+
+
+MAX_NODES = 10_000
+"""Limit for the values of a YAML file. A recipe has hundreds."""
 
 
 class Resolved(NamedTuple):
@@ -90,7 +96,7 @@ def read_recipe(path: Path) -> Recipe:
         if path.suffix == ".toml":
             raw: Any = tomllib.loads(text)
         elif path.suffix in (".yaml", ".yml"):
-            raw = yaml.safe_load(text)
+            raw = _yaml(text)
         else:
             raise refuse("--recipe", str(path), "a file ending in .toml, .yaml or .yml")
     except ConfigError:
@@ -98,12 +104,46 @@ def read_recipe(path: Path) -> Recipe:
     except _UNREADABLE as err:
         raise ConfigError(f"{path}: cannot be understood: {' '.join(str(err).split())}") from None
     recipe = parse_recipe(raw, str(path))
-    if recipe.dataset is not None and (sibling := path.parent / recipe.dataset).is_file():
+    if recipe.dataset is not None and os.path.isfile(sibling := path.parent / recipe.dataset):
         recipe = recipe.model_copy(update={"dataset": str(sibling)})
     elif recipe.dataset is not None:
         logger.info("%s: dataset %s is not beside it: --calibration decides", path, recipe.dataset)
         recipe = recipe.model_copy(update={"dataset": None})
     return recipe
+
+
+def _yaml(text: str) -> Any:
+    """One document. Raises ValueError for a key that is there twice, and for anchors that grow beyond MAX_NODES or lead
+    back to themselves."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _num_nodes(node, {}) > MAX_NODES:
+            raise ValueError(f"with what its anchors repeat it has more than {MAX_NODES:,} values")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _num_nodes(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """Nodes of the tree that a graph of anchors stands for."""
+    if node in known:
+        if not known[node]:
+            raise ValueError(f"an anchor leads back to itself{node.start_mark}")
+        return known[node]
+    known[node] = 0  # begun
+    parts: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if double := next((name for name, count in names.items() if count > 1), None):
+            raise ValueError(f"the key {double!r:.60} is there twice{node.start_mark}")
+        parts = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        parts = node.value
+    known[node] = 1 + sum(_num_nodes(part, known) for part in parts)
+    return known[node]
 
 
 def _built_in(settings: QuantizeConfig, target: Target) -> str:

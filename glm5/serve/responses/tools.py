@@ -71,8 +71,8 @@ def _add_namespace(namespace: Mapping[str, Any], where: str, found: OfferedTools
     for own, function in functions:
         found.namespaced[function["name"]] = (name, own)
         found.functions.append({"type": "function", "function": function})
-    about = namespace.get("description")
-    if isinstance(about, str) and about and functions:  # once, as it can be long
+    about = _description(namespace, where)
+    if about and functions:  # once, as it can be long
         first = functions[0][1]
         first["description"] = "\n".join(filter(None, (about, first.get("description"))))
 
@@ -93,6 +93,7 @@ def _function(tool: Any, where: str, allowed: str = _ALLOWED) -> Tool:
         raise RequestError(
             f'{where}.allowed_callers is {callers!r:.60}; allowed: ["direct"]', f"{where}.allowed_callers"
         )
+    _description(tool, where)
     parameters = tool.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise RequestError(f"{where}.parameters is {parameters!r:.60}; allowed: a JSON schema", f"{where}.parameters")
@@ -101,6 +102,13 @@ def _function(tool: Any, where: str, allowed: str = _ALLOWED) -> Tool:
         "type": "function",
         "function": {"name": name} | {key: tool[key] for key in kept if tool.get(key) is not None},
     }
+
+
+def _description(tool: Mapping[str, Any], where: str) -> str | None:
+    found = tool.get("description")
+    if found is not None and not isinstance(found, str):
+        raise RequestError(f"{where}.description is {found!r:.60}; allowed: a text", f"{where}.description")
+    return found
 
 
 def _name(tool: Mapping[str, Any], where: str, what: str) -> str:

@@ -14,9 +14,10 @@ import codecs
 import gzip
 import io
 import json
+import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,8 @@ def _listed(file: Path, key: str, each: str | None = None) -> list[str]:
     except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
         raise DataError(f"{file} is damaged: {error!r:.80}") from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not (file.parent / name).exists():
+        is_name = isinstance(name, str) and Path(name).name == name and name not in ("", "..")
+        if not is_name or not os.path.exists(file.parent / name):  # also False for a name that is too long
             raise DataError(f"{file} names {name!r:.60}, which is not there")
     if not names:
         raise DataError(f"{file} names no data")
@@ -248,6 +250,7 @@ def _of_array(file: BinaryIO, path: Path) -> Rows:
     text.next()
     text.at += 1  # behind the [
     ends = text.next() == "]"
+    text.at += ends
     while not ends:
         number += 1
         place = f"{path}, row {number}"
@@ -261,7 +264,7 @@ def _of_array(file: BinaryIO, path: Path) -> Rows:
         if ends or text.done - begin >= BATCH_BYTES:
             yield rows, places
             rows, places, begin = [], [], text.done
-    if text.next() and number:
+    if text.next():
         raise DataError(f"{path}: behind the array is {text.shown}; allowed: one array, or an object a line")
 
 
@@ -334,14 +337,18 @@ def _of_table(path: Path, read: Callable[[Path, str], Records], text_key: str) -
     seen = done = 0
     try:
         for records, at in read(path, text_key):
-            for first in range(0, records.num_rows, ROWS):
+            first = 0
+            while first < records.num_rows:
                 some = records.slice(first, ROWS)
+                if some.nbytes > ROW:
+                    some = some.slice(0, 1)
+                first += some.num_rows
                 places = [f"{path}, row {seen + i + 1}" for i in range(some.num_rows)]
                 if some.nbytes > ROW:
-                    _check_rows(some, places)
+                    raise DataError(f"{places[0]}: longer than {ROW // MIB} MiB, the most that a row may have")
                 yield Batch([_without_nulls(row) for row in some.to_pylist()], places, at - done)
                 seen, done = seen + some.num_rows, at
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:  # values that Python cannot hold
         raise DataError(f"{path}: cannot be read as a table: {str(error).partition(chr(10))[0]}") from None
 
 
@@ -350,7 +357,7 @@ def _parquet(path: Path, text_key: str) -> Records:
     size, seen = path.stat().st_size, 0
     with parquet.ParquetFile(path, buffer_size=MIB) as file:  # of a row group, only what is near is in memory
         columns = _columns(path, file.schema_arrow.names, text_key)
-        for records in file.iter_batches(batch_size=4 * ROWS, columns=columns):
+        for records in file.iter_batches(batch_size=ROWS, columns=columns):
             seen += records.num_rows
             yield records, size * seen // max(1, file.metadata.num_rows)
 
@@ -370,17 +377,13 @@ def _arrow(path: Path, text_key: str) -> Records:
             yield wanted, source.tell() if is_stream else source.size() * number // of
 
 
-def _columns(path: Path, there: Sequence[str], text_key: str) -> list[str]:
+def _columns(path: Path, there: list[str], text_key: str) -> list[str]:
     columns = [name for name in (text_key, *COLUMNS) if name in there]
     if not columns:
         raise DataError(f"{path}: no column {text_key!r}; there are {', '.join(there):.80}")
+    if double := next((name for name in columns if there.count(name) > 1), None):
+        raise DataError(f"{path}: has {there.count(double)} columns {double!r}; allowed: one")
     return columns
-
-
-def _check_rows(records: Any, places: Sequence[str]) -> None:
-    for i, place in enumerate(places):
-        if records.slice(i, 1).nbytes > ROW:
-            raise DataError(f"{place}: longer than {ROW // MIB} MiB, the most that a row may have")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -196,7 +196,7 @@ def _text_ids(row: Any, tokenizer: Tokenizer, text_key: str, place: str) -> list
         raise DataError(f"{place}: no text under {text_key!r}; there is {there:.80}; --text-key takes another key")
     text = row[text_key] if isinstance(row, dict) else row
     if not isinstance(text, str):
-        raise DataError(f"{place}: {text_key}: got {json.dumps(text):.40}; allowed: a text, in quotes")
+        raise DataError(f"{place}: {text_key}: got {json.dumps(text, default=repr):.40}; allowed: a text, in quotes")
     return tokenizer.encode(text, allow_special=False)
 
 

@@ -155,10 +155,11 @@ def test_the_unchanged_config_is_good():
     assert ModelConfig.from_dict(GOOD) == preset("tiny")
 
 
-def test_long_values_are_cut():
+@pytest.mark.parametrize("value", [["full"] * 500, [[["full"] * 9] * 9] * 9, 16**5000, [16**5000]], ids=type)
+def test_long_values_are_cut(value):
     with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_dict({**GOOD, "indexer_types": ["full"] * 500})
-    assert len(str(caught.value)) < 150
+        ModelConfig.from_dict({**GOOD, "indexer_types": value})
+    assert len(str(caught.value)) < 350
     assert "\n" not in str(caught.value)
 
 

@@ -131,6 +131,11 @@ def test_what_cannot_be_honoured_is_named(raw, words):
         ("r.yaml", "a: 2020-99-99"),
         ("r.yaml", "a: !!timestamp x"),
         ("r.yaml", "a: !!bool x"),
+        ("r.yaml", f"a: 1{':10' * 5000}.5"),
+        ("r.yaml", "spec: 1\nspec: 2"),
+        ("r.yaml", "spec: {process: [&a {type: group, configs: [*a]}]}"),
+        ("r.yaml", "b0: &b0 {k: 1}\n" + "".join(f"b{i}: &b{i} {{<<: [{f'*b{i - 1},' * 9}]}}\n" for i in range(1, 30))),
+        ("r.yaml", "c0: &c0 [x]\n" + "".join(f"c{i}: &c{i} [{f'*c{i - 1},' * 9}]\n" for i in range(1, 30))),
     ],
     ids=lambda text: text[:20],
 )
@@ -138,6 +143,11 @@ def test_a_broken_file_is_named(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=rf"{name}: cannot be understood"):
         read_recipe(tmp_path / name)
+
+
+def test_a_step_with_keys_of_several_types_is_refused():
+    with pytest.raises(ConfigError, match=r"process\.0: got '1'; allowed: a group with the keys type and configs"):
+        parse_recipe({"process": [{"type": "group", 1: 2, "a": 3, "configs": []}]}, "a file")
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "nvfp4"])

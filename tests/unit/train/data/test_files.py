@@ -136,7 +136,13 @@ def test_folders_with_splits_are_for_the_user_to_choose_from(tmp_path):
     assert [file.parent.name for file in files_of(tmp_path / "one")] == ["train", "train"]
 
 
-@pytest.mark.parametrize("said", ['{"splits": ["../x"]}', '{"splits": [5]}', '{"splits": []}', "{", "[]", "[" * 5000])
+@pytest.mark.parametrize(
+    "said",
+    [
+        *('{"splits": ["../x"]}', '{"splits": [5]}', '{"splits": []}', '{"splits": [""]}', '{"splits": [".."]}'),
+        *('{"splits": ["' + "a" * 5000 + '"]}', "{", "[]", "[" * 5000),
+    ],
+)
 def test_a_damaged_folder_of_datasets_is_named(tmp_path, said):
     (tmp_path / "dataset_dict.json").write_text(said)
     (tmp_path.parent / "x").mkdir(exist_ok=True)
@@ -152,6 +158,7 @@ def test_a_damaged_folder_of_datasets_is_named(tmp_path, said):
         ("a.json", b'[{"text": "a"} {', r"row 1: behind it is '\{'; allowed: a comma"),
         ("a.json", b'[{"text": "a"},]', r"row 2: not a JSON object but '\]'"),
         ("a.json", b'[{"text": "a"}]5', "behind the array is '5'; allowed: one array"),
+        ("a.json", b'[] [{"text": "a"}]', r"behind the array is '\[\{"),
         ("a.json", b'[{"text": "a"}, {"text": "b', "row 2: not a JSON object: Unterminated string"),
         ("a.json", b'[{"text": "a"}, {"text": b}' + b" " * 99, "row 2: not a JSON object: Expecting value"),
         ("a.json", b'[{"text": "a"}, {"text": ' + b"[" * 99_999, "row 2: not a JSON object: .*recursion"),
@@ -192,6 +199,36 @@ def test_a_long_row_of_a_table_is_named(tmp_path, monkeypatch, arrow):
     write_arrow(arrow, tmp_path / "a", [*ROWS, {"text": "a" * 3000}])
     with pytest.raises(DataError, match="a, row 5: longer than"):
         documents(tmp_path / "a")
+
+
+def test_long_rows_of_a_table_become_python_objects_one_by_one(tmp_path, monkeypatch, arrow):
+    monkeypatch.setattr(files, "ROW", 2000)
+    write_arrow(arrow, tmp_path / "a", [{"text": letter * 1500} for letter in "abc"])
+    found = list(batches_of(tmp_path / "a", "text"))
+    assert [len(batch.documents) for batch in found] == [1, 1, 1]
+    assert [batch.documents[0]["text"][0] + batch.places[0][-1] for batch in found] == ["a1", "b2", "c3"]
+
+
+@pytest.mark.parametrize("stored", ["not UTF-8", "timestamp", "date", "bytes", "two columns"])
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_columns_that_are_no_texts_are_one_error(tmp_path, arrow, ending, stored):
+    wrong = arrow.array([b"\xff"]).view(arrow.string())
+    column, says = {
+        "not UTF-8": (wrong, "cannot be read as a table: .*(UTF8|utf-8)"),
+        "timestamp": (arrow.array([1], arrow.timestamp("ns")), "as a table: Nano|text: got"),  # with pandas: the latter
+        "date": (arrow.array([1], arrow.date32()), r"row 1: text: got .*allowed: a text"),
+        "bytes": (arrow.array([b"a"]), r"row 1: text: got .*allowed: a text"),
+        "two columns": (arrow.array(["a"]), "has 2 columns 'text'; allowed: one"),
+    }[stored]
+    table = arrow.table([column] * (1 + (stored == "two columns")), ["text"] * (1 + (stored == "two columns")))
+    if ending == "parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    else:
+        with arrow.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    tiny_tokenizer().save(tmp_path / "tokenizer")
+    with pytest.raises(DataError, match=says):
+        tokenize([tmp_path / f"a.{ending}"], tmp_path / "out", Options(str(tmp_path / "tokenizer")))
 
 
 @pytest.mark.parametrize("at", range(0, 800, 50))
