@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from glm5.rl.build import here
     from glm5.rl.loop import run as train
-    from glm5.rl.watch import check_extras
+    from glm5.train.metrics import check_extras
 
     check_extras(recipe)  # a missing package should fail before the training
 

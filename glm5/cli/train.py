@@ -40,10 +40,8 @@ def run(args: argparse.Namespace) -> int:
     to_pack = [recipe.folder / stage.name for stage in recipe.stage if stage.qat is not None]
     if to_pack:  # a missing dependency should fail before the training
         importlib.import_module("glm5.quantize.run")
-    if recipe.tensorboard:
-        importlib.import_module("glm5.train.metrics").check_board()
-    if recipe.wandb:
-        importlib.import_module("glm5.train.metrics").check_wandb()
+    if recipe.tensorboard or recipe.wandb:  # its module imports torch, which the launcher of several ranks does without
+        importlib.import_module("glm5.train.metrics").check_extras(recipe)
     if settings.nproc is not None and settings.nproc > 1:
         _launch(settings)
     elif started > 1:

@@ -11,7 +11,7 @@ from glm5.common.bounded import TABLES, read_bounded_text
 from glm5.common.errors import TrainingError
 from glm5.config.rl import RLRecipe
 from glm5.rl.waits import PREDICTED
-from glm5.train.metrics import FILE, StepLog, check_board, check_wandb
+from glm5.train.metrics import FILE, StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +109,6 @@ class Watch(StepLog):
                 LOW_STEPS,
                 entropy,
             )
-
-
-def check_extras(recipe: RLRecipe) -> None:
-    """Raises MissingExtra where the recipe asks for a package that is not installed."""
-    if recipe.tensorboard:
-        check_board()
-    if recipe.wandb:
-        check_wandb()
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

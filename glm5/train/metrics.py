@@ -21,6 +21,7 @@ from glm5.common.atomic import atomic_write
 from glm5.common.errors import TrainingError
 from glm5.common.extras import require
 from glm5.config.model import ModelConfig
+from glm5.config.rl import RLRecipe
 from glm5.config.tensors import count_parameters
 from glm5.config.train import Recipe, StageConfig
 from glm5.train.progress_table import LEAST_WIDTH, LEFT, RIGHT, ProgressTable, clock_of, columns
@@ -218,6 +219,14 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 def short(value: Any) -> Any:
     """A number with as many digits as the file has."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def check_extras(recipe: Recipe | RLRecipe) -> None:
+    """Raises MissingExtra where the recipe asks for a package that is not installed."""
+    if recipe.tensorboard:
+        check_board()
+    if recipe.wandb:
+        check_wandb()
 
 
 def check_board() -> Any:

@@ -62,4 +62,4 @@ def repair(groups: Sequence[Group]) -> tuple[list[RepairedGroup], Repairs]:
 
 
 def _is_whole(rollout: Rollout) -> bool:
-    return rollout.is_valid and any(one.is_sampled and one.token_ids for one in rollout.tree.segments)
+    return rollout.is_valid and rollout.tree.num_sampled > 0

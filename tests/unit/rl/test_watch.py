@@ -10,12 +10,12 @@ import pytest
 
 from glm5.common.errors import MissingExtra
 from glm5.config.rl import RLRecipe
-from glm5.rl import watch
 from glm5.rl.report import comparison, table
 from glm5.rl.view.timeline import timeline
 from glm5.rl.waits import FIGURES as SHARES
 from glm5.rl.waits import PREDICTED
-from glm5.rl.watch import FILE, Watch, check_extras, read_lines, read_metrics
+from glm5.rl.watch import FILE, Watch, read_lines, read_metrics
+from glm5.train.metrics import check_extras
 
 
 def recipe_of(**changes) -> RLRecipe:
@@ -100,9 +100,7 @@ def test_extras_get_every_figure(tmp_path, monkeypatch):
     board = SimpleNamespace(SummaryWriter=lambda folder: writer)
     run = SimpleNamespace(log=lambda values, step: found.append((step, values)), finish=lambda: found.append("ended"))
     monkeypatch.setattr("glm5.train.metrics.check_board", lambda: board)
-    monkeypatch.setattr(watch, "check_board", lambda: board)
     monkeypatch.setattr("glm5.train.metrics.check_wandb", lambda: SimpleNamespace(init=lambda **about: run))
-    monkeypatch.setattr(watch, "check_wandb", lambda: None)
     recipe = recipe_of(tensorboard=True, wandb=True)
     check_extras(recipe)
     with Watch(tmp_path, recipe, 0, io.StringIO()) as of:
